@@ -77,6 +77,57 @@ def test_ranks_of_a_replica_with_different_batches_are_refused(tmp_path, tools):
     assert len(caught.value.failures) == layout.ranks
 
 
+def resumable_loop(tools, folder, layout, save_at=None, resume=False):
+    """Six steps of a loop that saves its state as Accelerate's examples do, or goes on from it; returns its losses."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+    from transformers import get_linear_schedule_with_warmup
+
+    with tools.at(layout):
+        replicas = 1 if layout is None else layout.replicas
+        naming = ProjectConfiguration(project_dir=f"{folder}/project", automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=naming)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = get_linear_schedule_with_warmup(optimizer, 2 * replicas, 12 * replicas)
+        loader = torch.utils.data.DataLoader(tools.token_rows(24), batch_size=4 // replicas)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        found, start = [], 0
+        if resume:
+            accelerator.load_state()
+            start = 3
+        for number, batch in enumerate(accelerator.skip_first_batches(loader, start), start):
+            if number == save_at:
+                accelerator.save_state()
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            found.append((float(accelerator.gather(loss.detach()).mean()), scheduler.get_last_lr()[0]))
+        return found
+
+
+@pytest.mark.parametrize(("first", "second"), [("TP 2", "PP 2"), ("TP 2 x DP 2 with ZeRO-1", "DP 2 with ZeRO-3")])
+def test_state_of_an_accelerator_is_loaded_at_another_layout(first, second, tmp_path, tools):
+    tools.save_llama(tmp_path)
+    before, after = tools.layouts[first], tools.layouts[second]
+    expected, *_ = run_on_ranks(lambda: resumable_loop(tools, tmp_path, before, save_at=3), before.ranks)
+
+    for found in run_on_ranks(lambda: resumable_loop(tools, tmp_path, after, resume=True), after.ranks):
+        for mine, theirs in zip(found, expected[3:], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_state_that_was_saved_without_a_layout_is_refused(tmp_path, tools):
+    tools.save_llama(tmp_path)
+    run_on_ranks(lambda: resumable_loop(tools, tmp_path, None, save_at=3), 1)
+
+    with pytest.raises(RankFailure, match="checkpoint_0 lacks states of prepared models in nxd/"):
+        run_on_ranks(lambda: resumable_loop(tools, tmp_path, tools.layouts["TP 2"], resume=True), 2)
+
+
 @pytest.mark.parametrize("name", ["TP 2", "PP 2", "DP 2 with ZeRO-3"])
 def test_models_that_the_script_drops_are_freed(name, tmp_path, tools):
     folder, layout = tools.save_llama(tmp_path), tools.layouts[name]

@@ -11,16 +11,17 @@ from weakref import WeakValueDictionary
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from nxd_engine import NxDModel, NxDOptimizer
+from nxd_engine import NxDOptimizer
 from nxd_engine.hugging_face import whole_state_dict
 from nxd_state import all_ranks, get_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_hf_trainer.models import SplitModels
+from nxd_hf_trainer.models import SplitModels, parallel_model_in
 from nxd_hf_trainer.optimizers import parallel_optimizer
 from nxd_hf_trainer.refusals import check_accelerator, check_norm_type
 from nxd_hf_trainer.replacing import Replacement, replaced
+from nxd_hf_trainer.saved_states import load_state_at_a_layout, save_state_at_a_layout
 
 
 @contextmanager
@@ -36,8 +37,8 @@ def accelerator_prepares_ours(config: Mapping[str, Any]) -> Iterator[None]:
         "clip_grad_value_": lambda _: _refuse_clip_grad_value,
         "unwrap_model": lambda own: _unwrap_model(own, prepared.models),
         "get_state_dict": _get_state_dict,
-        "save_state": lambda _: _refuse_save_state,
-        "load_state": lambda _: _refuse_save_state,
+        "save_state": lambda own: save_state_at_a_layout(own, prepared.models),
+        "load_state": lambda own: load_state_at_a_layout(own, prepared.models),
     }
     with replaced(Accelerator, replacements):
         yield
@@ -64,17 +65,6 @@ class Prepared:
     def optimizers(self) -> list[NxDOptimizer]:
         """Return the parallel optimizers that the script still has, in the same order on all ranks."""
         return list(self._optimizers.values())
-
-
-def parallel_model_in(model: Any) -> NxDModel | None:
-    """Return the parallel model that Accelerate may have compiled; None for any other model."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, NxDModel) else None
-
-
-def unwrapped_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that Accelerate has wrapped."""
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _prepare(own: Any, prepared: Prepared) -> Any:
@@ -179,10 +169,3 @@ def _get_state_dict(own: Any) -> Any:
             return whole_state_dict(parallel)
 
     return get_state_dict
-
-
-def _refuse_save_state(accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        "Accelerator.save_state and load_state hold one rank's part only; use nxd_engine.save_checkpoint(folder, tag, "
-        "model, optimizer.optimizer) and load_checkpoint, which load at any layout"
-    )

@@ -20,8 +20,9 @@ from nxd_state import all_ranks, get_group, is_peft_model
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from nxd_hf_trainer.accelerator import parallel_model_in, unwrapped_optimizer
 from nxd_hf_trainer.guards import whole_tensors
+from nxd_hf_trainer.models import parallel_model_in
+from nxd_hf_trainer.optimizers import unwrapped_optimizer
 from nxd_hf_trainer.processes import is_main_process, wait_for_everyone
 from nxd_hf_trainer.replacing import Replacement, replaced
 

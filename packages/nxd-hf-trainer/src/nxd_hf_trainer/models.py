@@ -144,6 +144,12 @@ class SplitModels:
         return module
 
 
+def parallel_model_in(model: Any) -> NxDModel | None:
+    """Return the parallel model that Accelerate may have compiled; None for any other model."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, NxDModel) else None
+
+
 def _counted(counts: Mapping[bool, int]) -> Any:
     """Return a `num_parameters` for a split model; all parameters, as those that train are counted on no rank."""
 

@@ -4,6 +4,7 @@ import inspect
 from types import MethodType
 from typing import Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from nxd_engine import NxDOptimizer, initialize_parallel_optimizer
 from nxd_state import all_ranks, get_group
 from torch import Tensor
@@ -50,6 +51,11 @@ def parallel_optimizer(optimizer: Optimizer, models: SplitModels) -> NxDOptimize
     for model in trained:
         model.zero_grad = made.zero_grad  # type: ignore[method-assign]  # what Trainer calls after each step
     return made
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer that Accelerate has wrapped."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _stand_in(before: Optimizer, after: NxDOptimizer) -> None:
