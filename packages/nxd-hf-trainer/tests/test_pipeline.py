@@ -160,13 +160,13 @@ def test_backward_without_the_accelerator_trains_the_stages(tmp_path, tools):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def steps(tools, folder, kind, layout=None, **inputs):
+def steps(tools, folder, kind, layout=None, precision="no", **inputs):
     """Three steps of SGD on a model of any kind; returns losses and gradient norms."""
     import transformers
     from accelerate import Accelerator
 
     with tools.at(layout):
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
         model = getattr(transformers, kind).from_pretrained(folder)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         batch = {"input_ids": torch.arange(3, 51).view(3, 16), **inputs}
@@ -214,6 +214,15 @@ def test_head_and_loss_of_any_model_are_its_own(name, layout, tmp_path, tools):
     ):
         assert found == pytest.approx(expected, rel=1e-5 if "dtype" in settings else 1e-6)
     assert expected[-2] < expected[0]
+
+
+def test_loss_of_the_routers_in_bfloat16_is_that_of_one_process(tmp_path, tools):
+    kind, settings, inputs = MODELS["loss of the routers"]
+    tools.save_model(tmp_path, kind, **settings)
+    [expected] = run_on_ranks(lambda: steps(tools, tmp_path, kind, None, "bf16", **inputs), 1)
+
+    for found in run_on_ranks(lambda: steps(tools, tmp_path, kind, tools.layouts["PP 2"], "bf16", **inputs), 2):
+        assert found == pytest.approx(expected, rel=2e-2)
 
 
 def test_ranks_keep_their_own_stages_only(tmp_path, tools):

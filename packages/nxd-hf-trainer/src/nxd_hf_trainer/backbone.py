@@ -159,7 +159,7 @@ class BackboneStages:
                 self._update(head)
                 return {"form": form, "outputs": outputs}
             pairs = zip((*outputs, *head), (*output_gradients, *self._head_gradients), strict=True)
-            return {"loss": torch.stack([(it * its).sum() for it, its in pairs if its is not None]).sum()}
+            return {"loss": sum((it * its).sum() for it, its in pairs if its is not None)}
 
         return forward
 
