@@ -1,4 +1,4 @@
-"""Weights that kill the worker that reads the last of them."""
+"""Weights that kill one of two workers that read them."""
 
 import os
 import signal
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class DeadlyWeights(SafetensorsFiles):
-    """Kills its process when the tensor `to_value` is read, after others have been replaced."""
+    """Kills rank 1 when it reads `to_value`, after it has replaced others, and rank 0 perhaps all."""
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return the box, except of one tensor."""
-        if name == "to_value":
+        if name == "to_value" and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().read_box(name, offsets, shape)

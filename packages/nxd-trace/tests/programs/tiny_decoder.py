@@ -1,7 +1,7 @@
 """A decoder with one attention layer, whose heads are split over the ranks, and a reference without a cache."""
 
 import torch
-from nxd_state import active_group, all_reduce
+from nxd_state import active_group, all_reduce, set_shard_spec, shard_along
 from nxd_trace.generation import CacheLayer, CacheView, PromptInputs, PromptInputShapes
 from nxd_trace.generation.prompt_inputs import TokenInputs
 from torch import Tensor, nn
@@ -32,10 +32,13 @@ class TinyDecoder(nn.Module):
         super().__init__()
         group = active_group("tp")
         whole = weights()
-        for name in ("to_query", "to_key", "to_value"):
-            whole[name] = whole[name].chunk(group.size)[group.rank]
-        whole["mix"] = whole["mix"].chunk(group.size, dim=1)[group.rank]
-        self.model = nn.ParameterDict({name: tensor.contiguous() for name, tensor in whole.items()})
+        self.model = nn.ParameterDict()
+        for name, tensor in whole.items():
+            dim = {"to_query": 0, "to_key": 0, "to_value": 0, "mix": 1}.get(name)
+            part = tensor if dim is None else tensor.chunk(group.size, dim)[group.rank].contiguous()
+            self.model[name] = nn.Parameter(part)
+            if dim is not None:
+                set_shard_spec(self.model[name], shard_along(tensor.shape, dim, rank=group.rank, size=group.size))
 
     def cache_layers(self) -> list[CacheLayer]:
         return [CacheLayer(HEADS // active_group("tp").size, SIZE, SIZE, torch.float64)]
