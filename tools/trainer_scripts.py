@@ -171,7 +171,7 @@ def main() -> None:
     parsed = parser.parse_args()
     runner = Runner(parsed.scripts.resolve(), parsed.work.resolve())
     if parsed.table:
-        print(_table(runner.results))
+        print(_table(runner.results()))
         return
     for module in _PRELOADED:
         importlib.import_module(module)
@@ -199,9 +199,11 @@ class Runner:
         self.scripts = scripts
         self.work = work
         self._file = work / "results.json"
-        self.results: dict[str, dict[str, dict[str, Any]]] = (
-            json.loads(self._file.read_text()) if self._file.exists() else {}
-        )
+
+    def results(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Return what has been compared, by script and layout."""
+        found: dict[str, dict[str, dict[str, Any]]] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        return found
 
     def compare(self, name: str, layout: str) -> dict[str, Any]:
         """Run a script at a layout, and plainly if it has not been run so yet.
@@ -224,8 +226,9 @@ class Runner:
             result = {"losses": _losses_differ(found, expected), "logits": _logits_differ(found, expected, base)}
         except RuntimeError as error:
             result = {"error": str(error)}
-        self.results.setdefault(name, {})[layout] = result
-        self._file.write_text(json.dumps(self.results, indent=1))
+        results = self.results()
+        results.setdefault(name, {})[layout] = result
+        self._file.write_text(json.dumps(results, indent=1))
         return result
 
     def _run(self, name: str, label: str, layout: Layout) -> Path:
@@ -274,10 +277,16 @@ def _finishes(command: Sequence[str], num_ranks: int, folder: Path, log: Path) -
             "GLOO_SOCKET_IFNAME": "lo",
         }
         log.unlink(missing_ok=True)
-        is_alone = num_ranks == 1 and command[0] != "run"
+        is_plain = command[0] != "run"
+        if (
+            is_plain
+        ):  # without it, Accelerate takes ranks on the CPU for processes that have nothing to do with each other
+            of_all["ACCELERATE_USE_CPU"] = "true"
         ranks = []
         for number in range(num_ranks):
-            environment = {} if is_alone else {**of_all, "RANK": str(number), "LOCAL_RANK": str(number)}
+            environment = (
+                {} if is_plain and num_ranks == 1 else {**of_all, "RANK": str(number), "LOCAL_RANK": str(number)}
+            )
             ranks.append(forked.Process(target=_rank, args=(command, environment, folder, log)))
             ranks[-1].start()
         with StoreServer(listener):
@@ -356,17 +365,18 @@ def _logits(folder: Path, base: Path) -> torch.Tensor:
 def _table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Return Markdown: a row for each script, then the errors."""
     rows = [f"| script | {' | '.join(LAYOUTS)} | logits |", "|" + " --- |" * (len(LAYOUTS) + 2)]
-    errors = ["| script | layout | error |", "| --- | --- | --- |"]
-    for name, of_layouts in results.items():
-        cells = []
+    errors: dict[tuple[str, str], list[str]] = {}  # layouts, by script and error
+    for name in SCRIPTS:
+        of_layouts, cells = results.get(name, {}), []
         for layout in LAYOUTS:
             result = of_layouts.get(layout, {})
             if "error" in result:
-                errors.append(f"| {name} | {layout} | {result['error']} |")
+                errors.setdefault((name, result["error"]), []).append(layout)
             cells.append("stops" if "error" in result else f"{result['losses']:.1e}" if result else "")
         logits = max((it["logits"] for it in of_layouts.values() if "logits" in it), default=None)
         rows.append(f"| {name} | {' | '.join(cells)} | {'' if logits is None else f'{logits:.1e}'} |")
-    return "\n".join([*rows, "", *errors])
+    stopped = [f"| {name} | {', '.join(layouts)} | {error} |" for (name, error), layouts in errors.items()]
+    return "\n".join([*rows, "", "| script | layouts | error |", "| --- | --- | --- |", *stopped])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 import torch
 from nxd_testing import RankFailure, run_on_ranks
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 
 def loop(tools, folder, layout=None, accumulation=2):
@@ -184,10 +184,11 @@ def test_split_model_is_not_saved_without_whole_tensors(tmp_path, tools):
         run_on_ranks(save, layout.ranks)
 
 
-@pytest.mark.parametrize("name", ["TP 2", "DP 2 with ZeRO-3"])
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", ["TP 2", "PP 2", "DP 2 with ZeRO-3"])
 @pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])
 def test_save_pretrained_by_all_ranks_writes_what_one_process_does(adapters, name, tmp_path, tools):
-    folder, layout = tools.save_llama(tmp_path / "model"), tools.layouts[name]
+    folder, layout = tools.save_llama(tmp_path / "model", "LlamaForSequenceClassification"), tools.layouts[name]
 
     def save(layout=None):
         from accelerate import Accelerator
@@ -195,11 +196,11 @@ def test_save_pretrained_by_all_ranks_writes_what_one_process_does(adapters, nam
 
         with tools.at(layout):
             accelerator = Accelerator(cpu=True)
-            model = AutoModelForCausalLM.from_pretrained(folder)
+            model = AutoModelForSequenceClassification.from_pretrained(folder)
             if adapters:
                 torch.manual_seed(9)
-                settings = {"target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}
-                model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+                settings = {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["score"]}
+                model = get_peft_model(model, LoraConfig(init_lora_weights=False, **settings))
             accelerator.unwrap_model(accelerator.prepare(model)).save_pretrained(
                 tmp_path / ("plain" if layout is None else "split"),
                 is_main_process=accelerator.is_main_process,

@@ -89,8 +89,10 @@ def whole_tensors(module: Any, model: NxDModel) -> dict[str, Tensor]:
 
     Other ranks than the first one get an empty dict.
     """
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not is_peft_model(module):
+        with all_ranks():
+            return whole_state_dict(model)
+    here = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = {name for names in all_gather_object(here, get_group("pp")) for name in names}
     with all_ranks():
-        if is_peft_model(module):
-            return whole_state_dict(model, lambda name: "lora_" in name or name in trained)
-        return whole_state_dict(model)
+        return whole_state_dict(model, lambda name: "lora_" in name or name in trained)
