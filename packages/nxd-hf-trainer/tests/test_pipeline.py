@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nxd_testing import RankFailure, run_on_ranks
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.sample(2)  # together they take a minute
 
@@ -42,8 +43,6 @@ def train(tools, folder, layout=None, resume=None, **arguments):
 
 
 def weights(folder):
-    from safetensors.torch import load_file
-
     return load_file(folder / "final/model.safetensors")
 
 
@@ -278,6 +277,48 @@ def test_reward_model_is_trained_as_in_one_process(tmp_path, tools):
     for logs in run_on_ranks(lambda: reward(layout), layout.ranks):
         for mine, theirs in zip(logs, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+def test_weights_are_streamed_from_the_prepared_model_only(tmp_path, tools):
+    whole = tools.save_llama(tmp_path)
+
+    def streamed():
+        from accelerate import Accelerator
+        from nxd_engine import stream_weights
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        with tools.at(tools.layouts["PP 2"]):
+            made = LlamaForCausalLM(LlamaConfig.from_pretrained(whole, architectures=None)).double()
+            made.load_state_dict(LlamaForCausalLM.from_pretrained(whole).state_dict())
+            model = Accelerator(cpu=True).prepare(made)
+            found = dict(stream_weights(model))
+            with pytest.raises((ValueError, RuntimeError), match=r"cut into pipeline stages.*trainer\.model_wrapped"):
+                list(stream_weights(made))
+            return found
+
+    found, nothing = run_on_ranks(streamed, 2)
+
+    assert nothing == {}
+    torch.testing.assert_close(found, load_file(tmp_path / "model.safetensors"), rtol=0, atol=0)
+
+
+def test_adapters_of_peft_are_not_streamed(tmp_path, tools):
+    tools.save_llama(tmp_path)
+
+    def stream():
+        from accelerate import Accelerator
+        from nxd_engine import stream_weights
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        with tools.at(tools.layouts["PP 2"]):
+            adapted = get_peft_model(
+                AutoModelForCausalLM.from_pretrained(tmp_path), LoraConfig(target_modules=["q_proj"])
+            )
+            list(stream_weights(Accelerator(cpu=True).prepare(adapted)))
+
+    with pytest.raises(RankFailure, match="the model has PEFT's adapters, which are not merged here"):
+        run_on_ranks(stream, 2)
 
 
 def test_what_stages_do_not_keep_is_refused(tmp_path, tools):

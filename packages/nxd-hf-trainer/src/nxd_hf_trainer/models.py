@@ -58,6 +58,8 @@ class SplitModels:
                 _replace(it, "save_pretrained", save_pretrained_of(it, model))
         if counts:  # those of the whole model, from which Trainer estimates its operations
             _replace(whole, "num_parameters", _counted(counts))
+        if is_transformers_model(whole):  # of whom `stream_weights` asks its class, as of a saved model
+            whole.config.architectures = [type(whole).__name__]
         self._of_module[module] = ref(model)
         _replace(module, "parallel_model", lambda: model)  # a function, since deep copies share it
         after = (it.named_parameters(remove_duplicate=False) for it in (model, module))
@@ -121,6 +123,7 @@ class SplitModels:
             _replace(whole, "generate", generates_without_cache(whole))
         _share_training_mode(model, module)
         stages.free_other_stages(module, model.parameters())
+        _replace(module, "state_dict", _refuse_state_dict)
         self._pipelined[forward] = None
         return model
 
@@ -148,6 +151,13 @@ def parallel_model_in(model: Any) -> NxDModel | None:
     """Return the parallel model that Accelerate may have compiled; None for any other model."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, NxDModel) else None
+
+
+def _refuse_state_dict(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError(
+        "this model is cut into pipeline stages, and has no tensors of others; use the model that Accelerator.prepare "
+        "returned (trainer.model_wrapped), as in accelerator.get_state_dict(model)"
+    )
 
 
 def _counted(counts: Mapping[bool, int]) -> Any:

@@ -18,7 +18,7 @@ from nxd_ckpt.interop.source import converted, fill
 from nxd_ckpt.sharded_tensor import as_sharded_state
 from nxd_layers.quantization import quantize_fp8_blocks
 from nxd_lora import LoraModel, adapter_names, peft_form
-from nxd_state import Group, all_gather_object, get_world_group, model_parallel_is_initialized
+from nxd_state import Group, all_gather_object, get_world_group, is_peft_model, model_parallel_is_initialized
 from torch import Tensor, nn
 
 from nxd_engine.checkpoints.state import model_state, saved_here
@@ -28,6 +28,7 @@ from nxd_engine.hugging_face.gathering import GatheredTensors, gathered, leading
 from nxd_engine.hugging_face.loading import check_dtype, stored_shapes
 from nxd_engine.hugging_face.rearrangement import RearrangedSource
 from nxd_engine.hugging_face.saving import as_stored, config_content
+from nxd_engine.nxd_model import NxDModel
 from nxd_engine.rank_sync import check_same_call, run_or_raise_peer_error
 from nxd_engine.unwrap import adapters_of, plain_model
 
@@ -143,6 +144,12 @@ def _same_call(
     lora = adapters_of(model)
 
     def checked() -> dict[str, object]:
+        parts = model.stages if isinstance(model, NxDModel) else [model]
+        if any(is_peft_model(module) for part in parts for module in part.modules()):
+            raise ValueError(
+                "the model has PEFT's adapters, which are not merged here; call its merge_and_unload() first, or use "
+                "adapters of lora_config"
+            )
         check_arguments(to, adapters, quantize, lora)
         check_dtype(dtype)
         return {"call": "stream_weights", "to": to, "adapters": adapters, "bytes": parse_size(bucket_size)}
