@@ -193,6 +193,7 @@ MODELS = {
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         {"labels": torch.tensor([0, 1, 1])},
     ),
+    "decoder inside of the backbone": ("OPTForCausalLM", {"ffn_dim": 48, "dropout": 0.0}, {"labels": LABELS}),
     "answers": (
         "LlamaForQuestionAnswering",
         {},
@@ -321,16 +322,151 @@ def test_adapters_of_peft_are_not_streamed(tmp_path, tools):
         run_on_ranks(stream, 2)
 
 
-def test_what_stages_do_not_keep_is_refused(tmp_path, tools):
-    tools.save_llama(tmp_path)
+def test_each_backward_of_a_loss_counts_and_a_frozen_model_answers_with_gradients_enabled(tmp_path, tools):
+    """Two backwards through one forward, one each and both at once; the other model is a frozen reference."""
+    tools.save_llama(tmp_path / "model")
+    batch = {"input_ids": torch.arange(3, 35).view(2, 16), "labels": torch.arange(3, 35).view(2, 16)}
 
-    def ask():
+    def norms(layout):
+        from accelerate import Accelerator
+        from transformers import AutoModelForCausalLM
+
+        with tools.at(layout):
+            accelerator = Accelerator(cpu=True)
+            reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model").requires_grad_(False)
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            if layout is not None:  # DistributedDataParallel refuses a frozen model
+                reference = accelerator.prepare(reference)
+            found = []
+            for at_once in (False, True):
+                output = model(**batch)
+                backward = torch.Tensor.backward if at_once else accelerator.backward
+                backward((output.logits - reference(**batch).logits + 1).square().mean(), retain_graph=True)
+                accelerator.backward(output.loss)
+                found.append(accelerator.clip_grad_norm_(model.parameters(), float("inf")).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            return found
+
+    [expected] = run_on_ranks(lambda: norms(None), 1)
+
+    for found in run_on_ranks(lambda: norms(tools.layouts["PP 2"]), 2):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_forward_whose_loss_is_dropped_is_freed(tmp_path, tools):
+    tools.save_llama(tmp_path / "model")
+
+    def count_tensors():
+        import gc
+
         from accelerate import Accelerator
         from transformers import AutoModelForCausalLM
 
         with tools.at(tools.layouts["PP 2"]):
-            model = Accelerator(cpu=True).prepare(AutoModelForCausalLM.from_pretrained(tmp_path))
-            model(input_ids=LABELS, output_hidden_states=True)
+            model = Accelerator(cpu=True).prepare(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+            counts = []
+            for _ in range(16):
+                model(input_ids=torch.arange(32).view(2, 16), labels=torch.arange(32).view(2, 16))
+                gc.collect()
+                counts.append(sum(isinstance(it, torch.Tensor) for it in gc.get_objects()))
+            return counts
 
-    with pytest.raises(RankFailure, match="LlamaForCausalLM is cut into pipeline stages, which keep no output_hidden"):
-        run_on_ranks(ask, 2)
+    for counts in run_on_ranks(count_tensors, 2):
+        assert counts[-1] == counts[11]  # buffers of messages are kept, up to a number
+
+
+def test_backbone_that_the_script_calls_itself_is_that_of_the_stages(tmp_path, tools):
+    tools.save_llama(tmp_path)
+
+    def norms(layout):
+        from accelerate import Accelerator
+        from transformers import AutoModelForCausalLM
+
+        with tools.at(layout):
+            accelerator = Accelerator(cpu=True)
+            model = AutoModelForCausalLM.from_pretrained(tmp_path)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            inner, found = accelerator.unwrap_model(model), []
+            for _ in range(2):
+                hidden = inner.model(LABELS).last_hidden_state
+                accelerator.backward(inner.lm_head(hidden).square().mean())
+                found.append(float(accelerator.clip_grad_norm_(model.parameters(), float("inf"))))
+                optimizer.step()
+                optimizer.zero_grad()
+            return found
+
+    [expected] = run_on_ranks(lambda: norms(None), 1)
+
+    for found in run_on_ranks(lambda: norms(tools.layouts["PP 2"]), 2):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def prepared_and_used(tools, folder, use):
+    """Prepare a Llama at PP 2 and use it with its accelerator and optimizer; returns what `use` returns."""
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM
+
+    with tools.at(tools.layouts["PP 2"]):
+        accelerator = Accelerator(cpu=True)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return use(accelerator, model, optimizer)
+
+
+REFUSED = {
+    "outputs of single layers": (
+        lambda accelerator, model: model(input_ids=LABELS, output_hidden_states=True),
+        "LlamaForCausalLM is cut into pipeline stages, which keep no output_hidden_states",
+    ),
+    "a layer of another rank": (
+        lambda accelerator, model: [
+            it.mlp(torch.ones(1, 2, 32).double()) for it in inner(accelerator, model).model.layers
+        ],
+        "is on another rank of the pipeline; call the model or its backbone",
+    ),
+    "a loss of the head alone": (
+        lambda accelerator, model: accelerator.backward(inner(accelerator, model).lm_head.weight.sum()),
+        "the loss depends on the head of LlamaForCausalLM and not on its backbone",
+    ),
+    "embeddings with gradients": (
+        lambda accelerator, model: model(inputs_embeds=torch.ones(2, 4, 32).double().requires_grad_()),
+        "an input of LlamaForCausalLM requires gradients",
+    ),
+}
+
+
+def inner(accelerator, model):
+    return accelerator.unwrap_model(model)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_stages_cannot_do_is_refused(name, tmp_path, tools):
+    tools.save_llama(tmp_path)
+    use, reason = REFUSED[name]
+
+    with pytest.raises(RankFailure, match=reason):
+        run_on_ranks(
+            lambda: prepared_and_used(tools, tmp_path, lambda accelerator, model, _: use(accelerator, model)), 2
+        )
+
+
+def test_zero_grad_forgets_backwards_that_no_step_has_used(tmp_path, tools):
+    tools.save_llama(tmp_path)
+
+    def norms(accelerator, model, optimizer):
+        found = []
+        for forgotten in (False, True):
+            if forgotten:
+                model(input_ids=LABELS, labels=LABELS).loss.backward()
+                optimizer.zero_grad()
+            accelerator.backward(model(input_ids=LABELS, labels=LABELS).loss)
+            found.append(float(accelerator.clip_grad_norm_(model.parameters(), float("inf"))))
+            optimizer.zero_grad()
+        return found
+
+    for first, second in run_on_ranks(lambda: prepared_and_used(tools, tmp_path, norms), 2):
+        assert first == pytest.approx(second, rel=1e-9)

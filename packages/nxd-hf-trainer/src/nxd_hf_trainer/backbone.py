@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from nxd_state import broadcast, get_device, get_group
+from nxd_state import broadcast, get_device, get_group, is_multimodal
 from torch import Tensor, nn
 
 GRADIENTS = "output_gradients"  # the input of the second pass
@@ -81,6 +81,7 @@ class BackboneStages:
 
     Attributes:
         input_names: the inputs that the stages take.
+        returns_routers: whether the stages return logits of routers, as the config asks.
     """
 
     def __init__(self, whole: Any) -> None:
@@ -91,7 +92,7 @@ class BackboneStages:
             *(it for it in taken if not it.startswith("output_") and it not in _OF_GENERATION),
             GRADIENTS,
         ]
-        self._returns_routers = bool(getattr(whole.config, "output_router_logits", False))
+        self.returns_routers = bool(getattr(whole.config, "output_router_logits", False))
         self._head: list[_HeadParameter] = []
         self._head_gradients: list[Tensor | None] = []
         self._is_changed = True
@@ -118,6 +119,7 @@ class BackboneStages:
             whole.__class__ = kind
             vars(whole).update(kept)
             whole._modules.update(head)
+        vars(whole.base_model).update({name: OrderedDict() for name in _HOOKS})  # the stages have them
         self._take_copies(head)
 
     def _take_copies(self, head: Mapping[str, nn.Module]) -> None:
@@ -133,6 +135,8 @@ class BackboneStages:
     def free_other_stages(self, whole: nn.Module, own: Iterable[nn.Parameter]) -> None:
         """Free the parameters of a model that other ranks hold; placeholders of their shape, without memory, remain.
 
+        Layers that have them raise an error if a script calls them.
+
         Args:
             whole: the model that was cut.
             own: the parameters of this rank's stages.
@@ -145,12 +149,13 @@ class BackboneStages:
                     value = torch.zeros((), dtype=parameter.dtype, device=get_device()).expand(parameter.shape)
                     empty = nn.Parameter(value, requires_grad=parameter.requires_grad)
                     module._parameters[name] = made.setdefault(parameter, empty)
+                    vars(module)["forward"] = functools.partial(_absent, type(module).__name__)
 
     def _forward(self, of_backbone: Any) -> Any:
         @functools.wraps(of_backbone)  # stages are checked by its signature
         def forward(stage: Any, output_gradients: list[Tensor | None] | None = None, **inputs: Any) -> dict[str, Any]:
             inputs = {name: it for name, it in inputs.items() if it is not None}  # PEFT passes on what it knows
-            if self._returns_routers:
+            if self.returns_routers:
                 inputs["output_router_logits"] = True
             output = stage.base_model(**inputs)
             form, outputs = _taken_apart(output)
@@ -182,6 +187,10 @@ class BackboneStages:
                 own.copy_(broadcast(own.detach(), pipeline, source=pipeline.size - 1))
         self._is_changed = False
 
+    def head_has_gradients(self) -> bool:
+        """Whether a backward has reached the head's copies."""
+        return any(it.copy.grad is not None for it in self._head)
+
     def take_head_gradients(self) -> None:
         """Let the next training step of the last stage add the gradients of the copies to its parameters."""
         seen: set[Tensor] = set()
@@ -193,10 +202,23 @@ class BackboneStages:
             own.grad = None
 
 
+def called_as_backbone(whole: Any) -> list[nn.Module]:
+    """Return the modules whose calls the stages answer: the backbone, and a decoder inside that is all it has (OPT)."""
+    decoder = whole.get_decoder() if hasattr(whole, "get_decoder") and not is_multimodal(whole) else None
+    return [whole.base_model, *([] if decoder in (None, whole, whole.base_model) else [decoder])]
+
+
 def _with_same_tensors(module: nn.Module) -> nn.Module:
     """Return a copy of a module that has the same parameters and buffers."""
     shared = {id(it): it for it in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, shared)
+
+
+def _absent(kind: str, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"this {kind} is on another rank of the pipeline; call the model or its backbone (base_model), whose stages "
+        "run together, or use one pipeline stage"
+    )
 
 
 def _copied(parameter: nn.Parameter) -> nn.Parameter:

@@ -12,7 +12,7 @@ from nxd_state import all_ranks, get_mesh, is_transformers_model, transformers_m
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nxd_hf_trainer.backbone import BackboneStages
+from nxd_hf_trainer.backbone import BackboneStages, called_as_backbone
 from nxd_hf_trainer.guards import check_first_batches, save_pretrained_of
 from nxd_hf_trainer.pipelined import PipelinedForward, generates_without_cache
 from nxd_hf_trainer.refusals import check_model
@@ -77,6 +77,12 @@ class SplitModels:
         for forward in list(self._pipelined):
             forward.finish_backward()
 
+    def forget_backward(self, trained: Iterable[NxDModel]) -> None:
+        """Drop what backwards have given to models that are cut into stages, and no step has used."""
+        for forward in list(self._pipelined):
+            if any(forward.model is model for model in trained):
+                forward.forget_backward()
+
     def models_of(self, parameters: Iterable[Tensor]) -> list[NxDModel]:
         """Return the split models that have any of these parameters."""
         places = [place for it in parameters if (place := self.place_of(it)) is not None]
@@ -119,6 +125,8 @@ class SplitModels:
 
         _replace(model, "forward", call_module)
         _replace(whole, "forward", forward)  # Trainer also calls the module that it was given
+        for backbone in called_as_backbone(whole):
+            _replace(backbone, "forward", forward.run_backbone)
         if hasattr(whole, "generate"):
             _replace(whole, "generate", generates_without_cache(whole))
         _share_training_mode(model, module)

@@ -47,7 +47,14 @@ def parallel_optimizer(optimizer: Optimizer, models: SplitModels) -> NxDOptimize
             models.finish_backward()  # of a script that calls `loss.backward()` itself
             return own_step(closure)
 
+        own_zero_grad = made.zero_grad
+
+        def zero_grad(optimizer: NxDOptimizer, set_to_none: bool = True) -> None:
+            models.forget_backward(trained)
+            own_zero_grad(set_to_none)
+
         made.step = MethodType(step, made)  # type: ignore[method-assign]
+        made.zero_grad = MethodType(zero_grad, made)  # type: ignore[method-assign]
     for model in trained:
         model.zero_grad = made.zero_grad  # type: ignore[method-assign]  # what Trainer calls after each step
     return made
