@@ -1,5 +1,8 @@
 """Accelerate: a program that calls `prepare`, `accumulate` and `clip_grad_norm_` itself, with DDP and with FSDP2."""
 
+import json
+import shlex
+
 import pytest
 from foreign_programs import accelerated
 from foreign_programs.cases import cases
@@ -41,3 +44,21 @@ def test_fault_is_located(compared, fault, dtype):
     assert first is not None
     assert first.step == 1
     assert (first.kind, first.name, first.fault) in expected
+
+
+@pytest.mark.slow
+def test_accelerate_launch_starts_two_ranks_on_the_cpu(fresh_python, tmp_path, monkeypatch, capfd):
+    from nxd_parity.command import main
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # as `--cpu` does, which starts one process only
+    python, program = shlex.quote(fresh_python), shlex.quote(accelerated.__file__)
+    launch = (
+        f"{python} -m accelerate.commands.launch --multi_gpu --num_machines 1 --num_processes 2 --main_process_port 0"
+    )
+    options = ["--float64", "--json", "--folder", str(tmp_path / "recorded")]
+
+    main(["run", *options, "--reference", f"{python} {program}", "--candidate", f"{launch} {program}"])
+
+    report = json.loads(capfd.readouterr().out)
+    assert report["findings"] == []
+    assert (report["ranks"], report["agree"]["gradient"]) == (2, 2 * 23)

@@ -8,7 +8,6 @@ LAYOUTS = {"2": (2, {}), "4": (4, {}), "hsdp": (4, {"replicas": 2})}
 QUICK = {("2", "float64"), ("a weight ignored", "float64")}
 CANNOT_SCALE = "gloo cannot scale what FSDP2 adds up but in float64"
 KNOWN = {
-    ("4", "bfloat16"): "a false alarm: a weight that Adam moves by the rounding of a small gradient",
     ("a layer not averaged", "float32"): CANNOT_SCALE,
     ("a layer not averaged", "bfloat16"): CANNOT_SCALE,
     ("mean over a rank's own tokens", "bfloat16"): "is seen in the weights after the step, not in the loss",

@@ -21,6 +21,14 @@ def test_ranks_equal_one_process(compared, model, dtype):
     assert not [it for it in report.not_compared if "gradient" in it or "parameter" in it]
 
 
+@pytest.mark.parametrize(("plugin", "dtype"), cases(["fsdp2"], set()))
+def test_fsdp2_equals_one_process(compared, plugin, dtype):
+    report = compared(train, 2, dtype, reference={"lora": False}, fsdp=plugin == "fsdp2")
+
+    assert report.agrees, str(report)
+    assert report.agree["gradient"] == 2 * 21
+
+
 FAULTS = {
     # below float64 a loss may differ too little where gradients do not
     "mean": [("loss", "", "wrong averaging"), ("gradient", "", "wrong averaging")],  # of microbatches of other counts

@@ -62,3 +62,28 @@ def test_element_that_adam_moves_by_the_sign_of_rounding_may_go_the_other_way(tm
     spread = [record_step("noise", gradient + 2e-3, 0.9)]
 
     assert compare(reference, record_step("candidate", gradient, found), spread=spread).agrees == is_rounding
+
+
+@pytest.mark.parametrize(
+    ("gradient", "times", "is_rounding"),
+    [(4e-9, 1.01, True), (4e-9, 2.0, False), (1e-3, 1.01, False)],
+    ids=["as rounding changes its gradient", "twice as far", "its gradient is large"],
+)
+def test_step_of_adam_below_its_eps_changes_as_the_gradient_does(tmp_path, gradient, times, is_rounding):
+    def record_step(name, times):
+        whole = Placement((128,), (0,))
+        with record(tmp_path / name, by_hand=True) as recorder:
+            recorder.tensor("parameter", "w", torch.full((128,), 0.02), placement=whole)
+            recorder.tensor("parameter", "largest", torch.full((128,), 0.02), placement=whole)
+            recorder.tensor("gradient", "w", torch.full((128,), gradient), placement=whole)
+            recorder.tensor("gradient", "largest", torch.full((128,), 1e-2), placement=whole)
+            recorder.end_step()
+            recorder.tensor("parameter", "largest", torch.full((128,), 0.01), placement=whole)
+            after = 0.02 - times * 1e-2 * gradient / (gradient + 1e-8)
+            recorder.tensor("parameter", "w", torch.full((128,), after), placement=whole)
+            recorder.tensor("optimizer state", "w/exp_avg_sq", torch.full((128,), gradient**2), placement=whole)
+        return tmp_path / name
+
+    reference = record_step("reference", 1.0)
+
+    assert compare(reference, record_step("candidate", times)).agrees == is_rounding

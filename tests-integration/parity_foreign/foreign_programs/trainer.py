@@ -5,6 +5,7 @@ import os
 import tempfile
 
 import torch
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -45,8 +46,16 @@ class InOrder(Trainer):
             num_items_in_batch = None
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp:  # Accelerate refuses FSDP on CPUs, though it works there
+            state = self.accelerator.state
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            state.distributed_type = DistributedType.FSDP
+            self.is_fsdp_enabled = True
 
-def train(*, lora=False, fault="", steps=2):
+
+def train(*, lora=False, fsdp=False, fault="", steps=2):
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -76,6 +85,7 @@ def train(*, lora=False, fault="", steps=2):
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
+            fsdp=fsdp,
             average_tokens_across_devices=fault != "own tokens",
         )
         InOrder.fault = fault
@@ -86,6 +96,7 @@ def train(*, lora=False, fault="", steps=2):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--fault", default="")
     options = parser.parse_args()
-    train(lora=options.lora, fault=options.fault)
+    train(lora=options.lora, fsdp=options.fsdp, fault=options.fault)

@@ -38,8 +38,8 @@ NOT_REPEATABLE = (
 )
 
 ONE_PROCESS = (
-    "the candidate ran as a single rank, too: its launcher may need other options to start several, as accelerate "
-    "launch does on CPUs"
+    "the candidate ran as a single rank, too: its launcher may need other options to start several; on CPUs, "
+    "accelerate launch needs ACCELERATE_USE_CPU=true and --multi_gpu instead of --cpu"
 )
 
 

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from nxd_parity import events
 from nxd_parity.activations import groups_of, in_order_of, joined
-from nxd_parity.bounds import SHARE_OF_PARAMETERS, SMALL_SHARE, TIMES_SPREAD, Bound, Distance, bound_of, distance
+from nxd_parity.bounds import (
+    PRECISE,
+    SHARE_OF_PARAMETERS,
+    SMALL_SHARE,
+    TIMES_SPREAD,
+    Bound,
+    Distance,
+    bound_of,
+    distance,
+)
 from nxd_parity.collectives import MESSAGES
 from nxd_parity.events import TensorEvent
 from nxd_parity.inferred_names import Names, infer_names, rename
@@ -54,6 +63,7 @@ class Sides:
         self._of_differences: Key | None = None
         self._read_joined = lru_cache(maxsize=CACHED)(_read_joined)
         self._with_noise = lru_cache(maxsize=1)(self._read_with_noise)  # for all ranks of a tensor
+        self._largest_update = lru_cache(self._find_largest_update)
         of_all = [it for of_rank in candidate.collectives for it in of_rank]
         known = {it.ranks for it in of_all if it.operation not in MESSAGES}
         self.groups = list(groups_of(candidate.world_size, sorted(known)))
@@ -179,7 +189,8 @@ class Sides:
         """Return how far rounding of gradients may have moved each element of a parameter until the end of a step.
 
         Adam moves an element by the sign of its gradient, however small that is. Where a gradient is so small that
-        rounding may change its sign, the element may go the other way, as far as other such elements go.
+        rounding may change its sign, the element may go the other way, as far as other such elements go. Where a
+        gradient is not far above Adam's `eps`, the step is shorter than others, and grows with the gradient.
         """
         assert piece.place is not None
         allowed = torch.zeros_like(self.expected(piece, key), dtype=torch.float64)
@@ -190,10 +201,26 @@ class Sides:
                 continue
             gradient = piece.place.of(self.whole(of_gradient)).double().abs()
             update = piece.place.of(self.whole(after)).double() - piece.place.of(self.whole(before)).double()
-            is_small = (gradient > 0) & (gradient <= self.bound(of_gradient, piece).mean_square)
-            if gradient.shape == allowed.shape and bool(is_small.any()):
+            if gradient.shape != allowed.shape:
+                continue
+            rounding = self.bound(of_gradient, piece).mean_square
+            is_small = (gradient > 0) & (gradient <= rounding)
+            if bool(is_small.any()):
                 allowed += 2 * float(update[is_small].abs().max()) * is_small
+            if self.of_reference[after][-1].dtype in PRECISE:  # below them the spread is wide enough
+                share = (1 - update.abs() / self._largest_update(step)) * rounding / gradient
+                allowed += torch.where(gradient > rounding, update.abs() * share, 0.0)
         return allowed
+
+    def _find_largest_update(self, step: int) -> float:
+        """Return how far a step moves the element of all parameters that it moves most."""
+        keys = [it for it in self.of_reference if it.kind == events.PARAMETER and it.step == step]
+        pairs = [(it, it._replace(step=step - 1)) for it in keys]
+        return max(
+            distance(self.whole(before), self.whole(after)).largest
+            for after, before in pairs
+            if before in self.of_reference
+        )
 
 
 def role_of(name: str) -> str:
