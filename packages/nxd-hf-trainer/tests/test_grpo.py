@@ -61,12 +61,14 @@ def test_samples_losses_and_rewards_are_those_of_plain_processes(name, replicas,
     assert expected[0]["grad_norm"] > 0
 
 
-@pytest.mark.sample(3)
-def test_rewards_rise(model, tools):
-    layout = tools.layouts["TP 2"]
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("name", "replicas"), [("TP 2", 1), ("TP 2 x DP 2 with ZeRO-1", 2)])
+def test_rewards_rise(name, replicas, model, tools):
+    layout = tools.layouts[name]
 
-    logs, _ = run_on_ranks(
-        lambda: train(tools, model, layout, learning_rate=3e-2, optim="adamw_torch", max_steps=16), layout.ranks
+    logs, *_ = run_on_ranks(
+        lambda: train(tools, model, layout, replicas, learning_rate=3e-2, optim="adamw_torch", max_steps=16),
+        layout.ranks,
     )
 
     rewards = [log["reward"] for log in logs if "reward" in log]
