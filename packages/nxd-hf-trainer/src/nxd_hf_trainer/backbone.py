@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from nxd_pipeline import current_microbatch
 from nxd_state import broadcast, get_device, get_group, is_multimodal
 from torch import Tensor, nn
 
@@ -161,7 +162,8 @@ class BackboneStages:
             form, outputs = _taken_apart(output)
             head = [getattr(stage.get_submodule(it.path), it.name) for it in self._head]
             if output_gradients is None:
-                self._update(head)
+                if current_microbatch() == 0:  # the others have the same head
+                    self._update(head)
                 return {"form": form, "outputs": outputs}
             pairs = zip((*outputs, *head), (*output_gradients, *self._head_gradients), strict=True)
             return {"loss": sum((it * its).sum() for it, its in pairs if its is not None)}

@@ -67,7 +67,7 @@ def _save_model(own: Any, *, with_folder: bool) -> Any:
         if is_peft_model(trainer.model):
             _write_adapters(trainer.model, model, folder)
         elif with_folder or trainer.args.save_only_model or not _internal_call:
-            _write_weights(trainer.model, model, folder)
+            _write_weights(model, folder)
         if is_main_process():
             _write_companions(trainer, folder)
         wait_for_everyone()
@@ -84,9 +84,8 @@ def _write_adapters(own: Any, model: NxDModel, folder: Path) -> None:
         own.save_pretrained(folder, state_dict=tensors)
 
 
-def _write_weights(own: Any, model: NxDModel, folder: Path) -> None:
+def _write_weights(model: NxDModel, folder: Path) -> None:
     """Write config and weights; files of an earlier model are replaced once the new ones are complete."""
-    own.config.architectures = [type(own).__name__]  # as transformers' own `save_pretrained` does
     staging = folder / ".saving"
     if is_main_process():
         shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
