@@ -113,13 +113,6 @@ def test_loss_with_another_factor_is_found(run_ranks, tmp_path):
     assert (first.kind, first.fault, first.factor) == ("loss", "summed twice", 2.0)
 
 
-def test_reference_of_several_ranks_is_refused(run_ranks, tmp_path, train):
-    run_ranks(recorded, 2, tmp_path / "candidate", train)
-
-    with pytest.raises(ValueError, match="a recording of 2 ranks; the reference is one process"):
-        compare(tmp_path / "candidate", tmp_path / "candidate")
-
-
 def test_candidate_that_calls_no_model_is_refused(tmp_path, reference):
     recorded(tmp_path / "candidate", lambda: None)
 

@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "compare",
         help="compare two recordings",
         description="Compare a recording of nxd_parity.record with that of one process, tensor by tensor in the order "
-        "of execution, and name the first that differs.",
+        "of execution, and name the first that differs. A reference of several ranks is compared rank by rank.",
         epilog="exit codes: 0 all agree, 2 user error, 3 something differs",
     )
     of_compare.add_argument("reference", metavar="REFERENCE", help="folder of the recording of one process")

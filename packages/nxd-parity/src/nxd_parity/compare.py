@@ -14,6 +14,7 @@ from nxd_parity.faults import faults_in, is_large, recorded_after_clipping
 from nxd_parity.location import add_tensors
 from nxd_parity.order import about_sums, partings, sums_of
 from nxd_parity.outcome import Diagnosis, Outcome, Status
+from nxd_parity.rank_by_rank import OfRank, merged, recordings_of_rank
 from nxd_parity.recording import Recording
 from nxd_parity.report import Finding, Report
 from nxd_parity.sequence import owner_of
@@ -38,6 +39,8 @@ def compare(
     placements (DTensor, FSDP2), by `shards`, or by their initial values; its activations by the inputs that each rank
     has and by their values. Tensors that are parts of a sum on several ranks are right if later tensors are.
 
+    A reference of several ranks is compared with as many ranks of the same layout, each with the same one.
+
     Args:
         reference: folder of the reference's recording.
         candidate: folder of the candidate's recording.
@@ -53,25 +56,41 @@ def compare(
 
     Raises:
         FileNotFoundError: a folder has no recording.
-        ValueError: a recording is damaged, incomplete or empty, the reference has several ranks, or `rtol` is no
-            tolerance.
+        ValueError: a recording is damaged, incomplete or empty, the reference has several ranks and the candidate
+            has others, or `rtol` is no tolerance.
     """
-    recordings = [Recording(it) for it in (reference, *spread)]
-    for recording in recordings:
-        if recording.world_size > 1:
-            raise ValueError(
-                f"{recording.folder} is a recording of {recording.world_size} ranks; the reference is one process: "
-                "record the program on a single rank, with its whole batches"
-            )
     if rtol is not None and not 0 <= rtol < math.inf:
         raise ValueError(f"rtol={rtol}; pass a finite number that is not negative")
-    of_candidate = Recording(candidate)
-    comparison = Comparison(recordings[0], of_candidate, recordings[1:], rtol=rtol, shards=shards)
-    report = Report(str(reference), str(candidate), of_candidate.world_size, comparison.steps)
-    if not comparison.order:
-        raise ValueError(f"{reference} has no tensors: no model was called while it was recorded")
-    if not any(of_candidate.tensors):
-        raise ValueError(f"{candidate} has no tensors: no model was called while it was recorded")
+    recordings = [Recording(it) for it in (reference, *spread)]
+    of_candidate, ranks = Recording(candidate), recordings[0].world_size
+    for recording in recordings:
+        if recording.world_size != ranks or ranks not in (1, of_candidate.world_size):
+            raise ValueError(
+                f"{recording.folder} is a recording of {recording.world_size} ranks, {candidate} of "
+                f"{of_candidate.world_size}; record the reference in one process with its whole batches, which any "
+                "layout can be compared with, or on as many ranks, of which each is compared with the same one"
+            )
+    if ranks == 1:
+        return _compared(recordings[0], of_candidate, recordings[1:], rtol, shards).report
+    of_ranks = [
+        _compared(*recordings_of_rank(rank, reference, candidate, spread), rtol, shards) for rank in range(ranks)
+    ]
+    return merged(reference, candidate, of_ranks)
+
+
+def _compared(
+    reference: Recording,
+    of_candidate: Recording,
+    spread: Sequence[Recording],
+    rtol: float | None,
+    shards: Mapping[str, int] | None,
+) -> OfRank:
+    """Compare with a reference of one process."""
+    comparison = Comparison(reference, of_candidate, spread, rtol=rtol, shards=shards)
+    report = Report(str(reference.folder), str(of_candidate.folder), of_candidate.world_size, comparison.steps)
+    for recording in (reference, of_candidate):
+        if not any(recording.tensors):
+            raise ValueError(f"{recording.folder} has no tensors: no model was called while it was recorded")
     outcomes = list(comparison.outcomes())
     clipped = recorded_after_clipping(outcomes, comparison)
     outcomes = [replace(it, status=Status.AGREES) if it.key in clipped else it for it in outcomes]
@@ -96,7 +115,7 @@ def compare(
         )
     add_tensors(report, comparison, outcomes)
     _add_notes(report, comparison)
-    return report
+    return OfRank(report, comparison.order)
 
 
 def _findings(comparison: Comparison, outcomes: Sequence[Outcome], wrong: Sequence[Outcome]) -> list[Finding]:
@@ -184,7 +203,7 @@ def _add_notes(report: Report, comparison: Comparison) -> None:
                 f"no optimizer of torch stepped in the {name}: gradients of parameters, and parameters after a step, "
                 "were not compared; record(by_hand=True) can record them"
             )
-        for rank, end in enumerate(recording.ends):
+        for rank, end in zip(recording.ranks, recording.ends, strict=True):
             if end != REACHED:
                 how = "raised an error" if end == RAISED else "was ended"
                 report.notes.append(f"rank {rank} of the {name} {how} while it was recorded")

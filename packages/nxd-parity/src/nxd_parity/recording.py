@@ -20,11 +20,12 @@ E = TypeVar("E", bound=Event)
 class Recording:
     """A recording of all ranks of a program, opened to be read."""
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, rank: int | None = None) -> None:
         """Find the ranks' parts.
 
         Args:
             folder: the folder that was given to `record`.
+            rank: if given, the only rank that is read, as if it were a program of one process.
 
         Raises:
             FileNotFoundError: there is no recording.
@@ -36,10 +37,9 @@ class Recording:
             raise FileNotFoundError(
                 f"{self.folder} has no recording; make one with nxd_parity.record, or nxd-parity run"
             )
-        for rank, part in enumerate(found):
-            if part.name != f"rank-{rank:05d}":
-                raise ValueError(f"{self.folder} lacks the recording of rank {rank}; copy the folders of all ranks")
-        self._parts = found
+        for number, part in enumerate(found):
+            if part.name != f"rank-{number:05d}":
+                raise ValueError(f"{self.folder} lacks the recording of rank {number}; copy the folders of all ranks")
         self._facts = [_facts_of(it / DESCRIPTION) for it in found]
         # A program may have no process group when a rank begins or ends: the most that a rank says counts.
         stated = max(_count_in(facts, "world_size") or 0 for facts in self._facts)
@@ -47,6 +47,8 @@ class Recording:
             raise ValueError(
                 f"{self.folder} lacks the recording of rank {len(found)} of {stated}; copy the folders of all ranks"
             )
+        self.ranks = range(len(found)) if rank is None else (rank,)
+        self._parts, self._facts = [found[it] for it in self.ranks], [self._facts[it] for it in self.ranks]
         self._files: dict[Path, Any] = {}
 
     @property

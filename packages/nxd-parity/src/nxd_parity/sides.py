@@ -234,8 +234,8 @@ def _role(key: Key) -> tuple[int, str, str]:
 
 
 def steps_of(recording: Recording) -> int:
-    """Return the number of steps that a recording has on its first rank."""
-    return max((it.step for it in recording.tensors[0]), default=0)
+    """Return the number of steps that a recording has on its first rank that has tensors."""
+    return max((it.step for it in next(filter(None, recording.tensors), ())), default=0)
 
 
 def _by_key_and_rank(reference: Recording, candidate: Recording) -> dict[Key, list[tuple[int, TensorEvent]]]:
