@@ -113,6 +113,12 @@ def _compared(
             f"{len(clipped)} gradients were recorded after one of the programs clipped them, which no norm says; the "
             "optimizer got the right ones"
         )
+    report.notes += [
+        f"gradients of step {step} are {next(iter(factors.values())):.6g} times the expected ones, as after clipping "
+        "by a norm that the wrong ones are part of"
+        for step, factors in comparison.clipped.items()
+        if factors
+    ][:1]
     add_tensors(report, comparison, outcomes)
     _add_notes(report, comparison)
     return OfRank(report, comparison.order)
@@ -127,20 +133,32 @@ def _findings(comparison: Comparison, outcomes: Sequence[Outcome], wrong: Sequen
     if wrong and not comparison.unknown_parameters:  # else they may be there by another name
         found += [
             Finding(0, events.PARAMETER, name, fault=of_faults.WRONG_SHARD, detail="no rank has its initial values")
-            for name in comparison.lost_parameters
+            if name in comparison.lost_parameters
+            else Finding(0, events.PARAMETER, name, fault=of_faults.NOT_CALLED, detail="no rank has its parameters")
+            for name in _lost(comparison)
         ]
     for number, outcome in enumerate(wrong[:MOST_FINDINGS]):
-        diagnosis, is_of_all = Diagnosis(of_faults.DIFFERENT_VALUES), False
+        diagnosis, of_all = Diagnosis(of_faults.DIFFERENT_VALUES), None
         if not outcome.pieces:
-            diagnosis = Diagnosis(of_faults.DIFFERENT_VALUES, "no rank has one")
+            diagnosis = Diagnosis(of_faults.MISSING_TERM, "no rank has one")
         elif number == 0:
             consequences = Consequences(comparison, diagnostician, wrong, outcomes)
             diagnosis = _with_collectives(consequences.diagnose(outcome), outcome, comparison)
-            is_of_all = consequences.is_of_all(outcome, diagnosis)
-        found.append(
-            _finding(outcome, diagnosis, "" if is_of_all else diagnosis.place or place_of_fault(outcome, comparison))
-        )
+            of_all = consequences.place_of_all(outcome, diagnosis)
+        place = diagnosis.place or place_of_fault(outcome, comparison) if of_all is None else of_all
+        found.append(_finding(outcome, diagnosis, place))
     return found
+
+
+def _lost(comparison: Comparison) -> list[str]:
+    """Return the outermost modules of which no rank has a parameter, and other parameters that no rank has."""
+    kept = {key.name for key in comparison.of_candidate if key.kind == events.PARAMETER}
+    around = {name[:end] for name in kept for end, letter in enumerate(name) if letter == "."}
+    found = []
+    for name in comparison.lost_parameters:
+        modules = (name[:end] for end, letter in enumerate(name) if letter == ".")
+        found.append(next((it for it in modules if it not in around), name))
+    return list(dict.fromkeys(found))
 
 
 def _with_orders(found: list[Finding], candidate: Recording) -> list[Finding]:

@@ -1,5 +1,6 @@
 """Compares each tensor of a candidate with the reference's, in the order of execution, one at a time."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
@@ -29,6 +30,7 @@ from nxd_parity.sequence import Key, owner_of
 from nxd_parity.sides import OF_CALLS, Sides
 
 MUCH_NEARER = 0.1  # a share of another distance
+LEAST_CLIPPED, CLIPPED_ALIKE, CLIPPED_APART = 3, 1e-3, 0.1  # gradients of one factor; how near it is, and other ranks'
 
 
 class Comparison(Sides):
@@ -50,6 +52,7 @@ class Comparison(Sides):
         self._flat_states: set[tuple[int, str]] = set()
         self._scales: dict[tuple[int, int, int], float] = {}
         self._of_gradients: dict[Key, Outcome] = {}
+        self.clipped: dict[int, Mapping[int, float]] = {}  # by step in which gradients differ, and rank
 
     def outcomes(self) -> Iterator[Outcome]:
         """Compare all tensors, in the order of execution."""
@@ -68,8 +71,51 @@ class Comparison(Sides):
 
     def _gradient(self, key: Key) -> Outcome:
         if key not in self._of_gradients:
-            self._of_gradients[key] = self._parameter(key, self.of_candidate[key])
+            outcome = self._parameter(key, self.of_candidate[key])
+            factors = {} if outcome.status is Status.AGREES else self._clipped_by(key.step)
+            if factors:
+                scaled = [replace(it, scale=factors.get(it.rank, 1.0) * it.scale) for it in outcome.pieces]
+                outcome = self.judged(key, tuple(scaled))
+            self._of_gradients[key] = outcome
         return self._of_gradients[key]
+
+    def _clipped_by(self, step: int) -> Mapping[int, float]:
+        """Return the factor that several gradients of a step have on each rank, where others are wrong in another way.
+
+        A program that clips by its own code does so before gradients are recorded, and the wrong ones are part of its
+        norm. No gradient is as expected then. There are none if that is not so.
+        """
+        if step not in self.clipped:
+            self.clipped[step] = self._find_clipping(step)
+        return self.clipped[step]
+
+    def _find_clipping(self, step: int) -> Mapping[int, float]:
+        recorded = [key for key in self.order if key.step == step and key in self.of_candidate]
+        if any(it.kind == events.GRADIENT_NORM for it in recorded):
+            return {}
+        of_ranks: dict[int, list[float]] = defaultdict(list)
+        others = 0
+        for key in recorded:
+            size = self.of_reference[key][-1]
+            if key.kind == events.GRADIENT and size.largest > 0 and math.prod(size.shape) > 1:
+                outcome = self._parameter(key, self.of_candidate[key])
+                if outcome.status is Status.AGREES:
+                    return {}
+                for piece in outcome.pieces:
+                    factor = None if piece.place is None else self._factor(key, piece, self.read(piece))
+                    if factor is None:
+                        others += 1
+                    else:
+                        of_ranks[piece.rank].append(factor)
+        usual = _usual([it for found in of_ranks.values() for it in found], others)
+        if usual is None:
+            return {}
+        factors = {rank: _usual(found, others) or usual for rank, found in of_ranks.items()}
+        factors = {
+            rank: it if math.isclose(it, usual, rel_tol=CLIPPED_APART) else usual for rank, it in factors.items()
+        }
+        rest = [it for rank, found in of_ranks.items() for it in found if not _are_alike(it, factors[rank])]
+        return factors if others or rest else {}
 
     def _parameter(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
         whole = self.whole(key)
@@ -173,6 +219,10 @@ class Comparison(Sides):
             found = next((it for it in of_right if it is not None), None) or self._factor(key, piece, local)
             self._scales[known] = 1.0 if found is None else found
         return self._scales[known]
+
+    def place_of_activation(self, rank: int, event: TensorEvent) -> Place | None:
+        """Return the place of a rank's activation, or of the one whose gradient a tensor is, once it was compared."""
+        return self._activations.remembered(rank, event)
 
     def have_other_counts(self, step: int) -> bool:
         """Whether the gradients of activations have different factors: of means over different numbers of rows."""
@@ -386,3 +436,19 @@ class Comparison(Sides):
 
 def _last_place(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
+
+
+def _are_alike(factor: float, other: float) -> bool:
+    return math.isclose(factor, other, rel_tol=CLIPPED_ALIKE)
+
+
+def _usual(factors: Sequence[float], others: int) -> float | None:
+    """Return the factor nearest to 1 of those that several gradients have, or that all have; None if there is none.
+
+    Args:
+        factors: of gradients that have one.
+        others: how many gradients have none.
+    """
+    number = {it: sum(_are_alike(it, other) for other in factors) for it in factors}
+    often = [it for it, count in number.items() if count >= LEAST_CLIPPED or (count == len(factors) and others)]
+    return min(often, key=lambda it: abs(math.log(it)), default=None)

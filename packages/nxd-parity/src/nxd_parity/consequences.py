@@ -1,21 +1,28 @@
 """What the tensors that follow say of the first difference, where it says little itself."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from nxd_parity import events
 from nxd_parity import report as of_faults
 from nxd_parity.bounds import distance
+from nxd_parity.calls import other_calls
 from nxd_parity.comparison import Comparison
+from nxd_parity.contributions import other_rows
 from nxd_parity.diagnosis import Diagnostician
 from nxd_parity.outcome import Diagnosis, Outcome, Status
 from nxd_parity.sequence import owner_of
+from nxd_parity.updates import other_clipping
 
 OTHER_COUNTS = "ranks count different numbers of rows"
 OF_FACTORS = (of_faults.SCALED, of_faults.SUMMED_TWICE, of_faults.WRONG_AVERAGING)
 OF_STEPS = (events.PARAMETER, events.OPTIMIZER_STATE)  # what a step leaves to the next one
 OF_PARAMETERS = (events.GRADIENT, *OF_STEPS)
+UNSURE = (of_faults.DIFFERENT_VALUES, of_faults.MISSING_SUM)  # what the rows of a gradient may tell better
 MOST_DIAGNOSED = 4
+NEAR = 0.01  # of factors
 LEAST_STEPS, LEAST_SHARE, GROWN = 2, 0.05, 2.0  # of parameters that drift: steps before, share of the bound, growth
 
 
@@ -29,11 +36,18 @@ def place_of_fault(outcome: Outcome, comparison: Comparison) -> str:
     if key.kind == events.INPUT and key.name:
         return owner_of(key.name)
     if key.kind == events.ACTIVATION_GRADIENT:
-        users = [it for it in comparison.users(key) if it and not key.name.startswith(f"{it}.")]  # and not around it
-        return next(iter(users), key.name)
+        called = {it.name for it in comparison.candidate.tensors[outcome.differing[0].rank] if it.step == key.step}
+        users = [it for it in comparison.users(key) if it in called and not key.name.startswith(f"{it}.")]
+        return next(filter(None, users), key.name)  # of a stage's last module, another rank has the user
     if key.kind == events.OPTIMIZER_STATE:
         return key.name.rpartition("/")[0]
     return key.name
+
+
+def _common_module(names: Sequence[str]) -> str:
+    """Return the innermost module that has all of some parameters; empty if it is the whole model."""
+    paths = zip(*(owner_of(it).split(".") for it in names), strict=False)
+    return ".".join(of_all[0] for of_all in takewhile(lambda it: len(set(it)) == 1, paths))
 
 
 class Consequences:
@@ -51,35 +65,50 @@ class Consequences:
 
     def diagnose(self, outcome: Outcome) -> Diagnosis:
         """Return what is wrong with the first tensor that differs."""
+        of_calls = other_calls(self._comparison, outcome, self._outcomes)
+        if of_calls is not None:
+            return of_calls
         diagnosis = self._diagnostician.diagnose(outcome)
         if diagnosis.fault in (of_faults.DIFFERENT_VALUES, of_faults.LOWER_PRECISION):
             drift = self._drift(outcome.key.step)
             if drift is not None:
                 return drift
-        if outcome.key.kind == events.LOSS:
-            return self._of_loss(outcome, diagnosis)
-        if outcome.key.kind == events.GRADIENT:
-            return self._of_gradient(outcome, diagnosis)
-        if outcome.key.kind == events.OPTIMIZER_STATE:
-            return self._of_state(outcome, diagnosis)
-        if outcome.key.kind == events.ACTIVATION_GRADIENT:
-            return self._of_backward(outcome, diagnosis)
-        return diagnosis
+        explain = {
+            events.LOSS: self._of_loss,
+            events.GRADIENT: self._of_gradient,
+            events.OPTIMIZER_STATE: self._of_state,
+            events.ACTIVATION_GRADIENT: self._of_backward,
+        }.get(outcome.key.kind)
+        return diagnosis if explain is None else explain(outcome, diagnosis)
 
-    def is_of_all(self, outcome: Outcome, diagnosis: Diagnosis) -> bool:
-        """Whether the tensors of all parameters are wrong in the same way: the fault is in none of them."""
+    def place_of_all(self, outcome: Outcome, diagnosis: Diagnosis) -> str | None:
+        """Return the module around all tensors that are wrong in the same way; None if the fault is in one of them.
+
+        The whole model, if the tensors of all parameters are, or if they have no other module in common.
+        """
         if diagnosis.fault == of_faults.DRIFT or diagnosis.place:
-            return not diagnosis.place
+            return None if diagnosis.place else ""
         is_one_fault = diagnosis.fault != of_faults.DIFFERENT_VALUES or diagnosis.factor != 1
         if outcome.key.kind not in OF_PARAMETERS or not is_one_fault:
-            return False
+            return None
         alike = [it for it in self._outcomes if it.key[:2] == outcome.key[:2] and it.status is not Status.UNKNOWN]
         wrong = [it for it in alike if it.status is not Status.AGREES and it.differing]
         if len(alike) <= 2 or 4 * len(wrong) < 3 * len(alike):
-            return False
-        return len(wrong) == len(alike) or all(
-            self._diagnostician.diagnose(it).fault == diagnosis.fault for it in wrong[:MOST_DIAGNOSED]
-        )
+            return None
+        others = [self._of_rows(it, self._diagnostician.diagnose(it)) for it in wrong[:MOST_DIAGNOSED]]
+        if diagnosis.factor != 1:
+            is_of_all = all(math.isclose(it.factor, diagnosis.factor, rel_tol=NEAR) for it in others)
+        else:
+            is_of_all = all(it.fault in (diagnosis.fault, of_faults.DIFFERENT_VALUES) for it in others)
+        if not is_of_all:
+            return None
+        return _common_module([it.key.name for it in wrong]) if len(wrong) < len(alike) else ""
+
+    def _of_rows(self, outcome: Outcome, diagnosis: Diagnosis) -> Diagnosis:
+        """Explain a gradient by the rows in it, where its values tell less."""
+        if outcome.key.kind != events.GRADIENT or outcome.summed_over or diagnosis.fault not in UNSURE:
+            return diagnosis
+        return other_rows(self._comparison, outcome) or diagnosis
 
     def _in_step(self, outcome: Outcome, kind: str) -> list[Outcome]:
         return [it for it in self._wrong if it.differing and it.key.kind == kind and it.key.step == outcome.key.step]
@@ -94,8 +123,9 @@ class Consequences:
             if of_output.fault in (of_faults.DIFFERENT_DATA, of_faults.WRONG_AVERAGING, of_faults.DROPPED_TOKENS):
                 return of_output
         for it in gradients[:MOST_DIAGNOSED]:
-            of_gradient = self._diagnostician.diagnose(it)
-            if of_gradient.fault in OF_FACTORS:
+            of_values = self._diagnostician.diagnose(it)
+            of_gradient = self._of_rows(it, of_values)
+            if of_gradient.fault in OF_FACTORS or of_gradient is not of_values:
                 return of_gradient
         if diagnosis.fault == of_faults.DIFFERENT_VALUES and self._comparison.have_other_counts(outcome.key.step):
             return Diagnosis(of_faults.WRONG_AVERAGING, OTHER_COUNTS)
@@ -139,34 +169,24 @@ class Consequences:
     def _of_gradient(self, outcome: Outcome, diagnosis: Diagnosis) -> Diagnosis:
         if self._in_step(outcome, events.ACTIVATION_GRADIENT):
             return diagnosis
+        of_rows = self._of_rows(outcome, diagnosis)
+        if of_rows is not diagnosis:
+            return of_rows
         if diagnosis.fault == of_faults.WRONG_AVERAGING:
-            of_one = self._besides_scaling(outcome, diagnosis.factor)
-            if of_one is not None:
-                return of_one
-            what = f"{diagnosis.detail}, after a right backward: they were clipped by another norm, or scaled"
-            return Diagnosis(of_faults.DIFFERENT_VALUES, what, diagnosis.factor)
+            cause = other_clipping(self._comparison, outcome.key.step, diagnosis.factor)
+            what = f"{diagnosis.detail}, after a right backward: {cause or 'clipped by another norm, or scaled'}"
+            return Diagnosis(of_faults.SCALED, what, diagnosis.factor)
+        if self._are_most_gradients_wrong(outcome):
+            for it in self._in_step(outcome, events.GRADIENT)[:MOST_DIAGNOSED]:
+                of_rows = self._of_rows(it, diagnosis)
+                if of_rows is not diagnosis:
+                    return of_rows
         has_other_counts = self._are_most_gradients_wrong(outcome) and self._comparison.have_other_counts(
             outcome.key.step
         )
         if diagnosis.fault == of_faults.DIFFERENT_VALUES and has_other_counts:
             return Diagnosis(of_faults.WRONG_AVERAGING, OTHER_COUNTS)
         return diagnosis
-
-    def _besides_scaling(self, outcome: Outcome, factor: float) -> Diagnosis | None:
-        """Explain gradients of which most have one factor by the first that differs in another way.
-
-        A program that clips by its own code does so before they are recorded, and the wrong one is part of its norm.
-        """
-        gradients = self._in_step(outcome, events.GRADIENT)
-        scaled = [tuple(replace(piece, scale=factor * piece.scale) for piece in it.pieces) for it in gradients]
-        judged = [self._comparison.judged(it.key, pieces) for it, pieces in zip(gradients, scaled, strict=True)]
-        unlike = [it for it in judged if it.status is not Status.AGREES and it.differing]
-        if not unlike or 2 * len(unlike) >= len(gradients):
-            return None
-        of_one = self._diagnostician.diagnose(unlike[0])
-        others = f"the others are {factor:.6g} times the expected ones, as after clipping"
-        detail = f"{of_one.detail}; {others}" if of_one.detail else others
-        return replace(of_one, detail=detail, place=unlike[0].key.name)
 
     def _are_most_gradients_wrong(self, outcome: Outcome) -> bool:
         of_step = [it for it in self._comparison.order if it.kind == events.GRADIENT and it.step == outcome.key.step]

@@ -13,7 +13,7 @@ from nxd_parity.attention import other_positions
 from nxd_parity.bounds import Bound, distance
 from nxd_parity.chance import input_of_another_rank, mask_of_a_term, other_initial_values
 from nxd_parity.comparison import Comparison
-from nxd_parity.explanations import has_other_rows, masked, other_targets, rounded, scaled_by_row
+from nxd_parity.explanations import extent, has_other_rows, masked, other_targets, rounded, scaled_by_row
 from nxd_parity.orders import moved, moved_at_first, of_other_ranks, rows_of_alike
 from nxd_parity.outcome import Diagnosis, Outcome, Piece
 from nxd_parity.places import Place, options_by_shape, whole_place
@@ -65,7 +65,7 @@ class Diagnostician:
             return Diagnosis(of_faults.MISSING_SUM, "ranks that should have equal values have each their own part")
         if outcome.key.kind == events.INPUT and not outcome.key.name:
             return Diagnosis(of_faults.DIFFERENT_DATA, "the ranks got other inputs than the reference")
-        return Diagnosis(of_faults.DIFFERENT_VALUES)
+        return Diagnosis(of_faults.DIFFERENT_VALUES, extent(expected, found, bound))
 
     def _explanations(
         self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound

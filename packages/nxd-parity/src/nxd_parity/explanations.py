@@ -8,6 +8,7 @@ from torch import Tensor
 from nxd_parity import report as of_faults
 from nxd_parity.bounds import Bound, distance
 from nxd_parity.outcome import Diagnosis
+from nxd_parity.report import runs
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_ROUNDED, MOST_ONE_SIDED = 24, 0.5  # elements that tell, and how far rounding is from going both ways alike
@@ -91,6 +92,21 @@ def rounded(expected: Tensor, found: Tensor) -> Diagnosis | None:
     dtype = next((it for it in fitting if _has_values_of(it, found)), nearest)
     what = f"the values differ by {relative:.1e} of their size, as after rounding to {str(dtype)[6:]}"
     return Diagnosis(of_faults.LOWER_PRECISION, what)
+
+
+def extent(expected: Tensor, found: Tensor, bound: Bound) -> str:
+    """Say which positions differ along a dim, where others agree; empty if some differ along all of them."""
+    is_wrong = (expected.double() - found.double()).abs() > bound.largest
+    for dim in range(found.dim()):
+        others = tuple(it for it in range(found.dim()) if it != dim)
+        along = is_wrong.any(others) if others else is_wrong
+        if found.dim() > 1 and bool(along.any()) and not bool(along.all()):
+            positions = along.nonzero().flatten().tolist()
+            what = f"of dim {dim} only positions {runs(positions)} of {len(along)} differ"
+            if 0 < dim < found.dim() - 1 and positions == list(range(1, len(along))):
+                what += ", as where a first token sees itself alone: scores of attention, or their mask"
+            return what
+    return ""
 
 
 def _is_rounded_to(dtype: torch.dtype, expected: Tensor, found: Tensor) -> bool:

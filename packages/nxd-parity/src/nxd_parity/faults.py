@@ -131,10 +131,10 @@ def _lost_gradients(outcomes: Sequence[Outcome]) -> Set[Key]:
     """Return a step's gradients that no rank has: most others are there, and the parameters or the norm are wrong."""
     gradients = [it for it in outcomes if it.key.kind == events.GRADIENT]
     lost = [it.key for it in gradients if not it.pieces]
-    if 2 * len(lost) >= len(gradients):
-        return set()
     differing = {it.key[1:3] for it in outcomes if it.status is Status.DIFFERS}
     has_other_norm = (events.GRADIENT_NORM, "") in differing
+    if len(lost) == len(gradients) or not (has_other_norm or 2 * len(lost) < len(gradients)):
+        return set()
     return {it for it in lost if has_other_norm or (events.PARAMETER, it.name) in differing}
 
 

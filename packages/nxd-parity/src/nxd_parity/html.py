@@ -15,6 +15,7 @@ from nxd_parity.report import (
     Location,
     Report,
     printable,
+    runs,
 )
 from nxd_parity.summary import (
     Node,
@@ -23,7 +24,6 @@ from nxd_parity.summary import (
     headline,
     owner_and_state,
     parts_of,
-    runs,
     step_title,
     tree_of,
 )

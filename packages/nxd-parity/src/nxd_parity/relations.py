@@ -12,7 +12,7 @@ from nxd_parity.comparison import Comparison
 from nxd_parity.events import TensorEvent
 from nxd_parity.outcome import Diagnosis, Outcome, Piece
 from nxd_parity.places import bytes_of_rows
-from nxd_parity.sequence import Key
+from nxd_parity.sequence import Key, owner_of
 
 MOST_ROWS = 65536
 
@@ -36,19 +36,28 @@ def rows_of_others(comparison: Comparison, key: Key, found: Tensor) -> str:
 
 def times_of_bias(comparison: Comparison, key: Key, piece: Piece, expected: Tensor, found: Tensor, bound: Bound) -> int:
     """Return how many times a module's bias is in its output, by values; 1 if that explains no difference."""
-    of_bias = Key(key.step - 1, events.PARAMETER, f"{key.name}.bias", 0)
-    place = piece.place
-    if key.kind != events.ACTIVATION or of_bias not in comparison.of_reference or found.dim() < 2 or place is None:
-        return 1
-    bias = comparison.whole(of_bias).double()
-    if place.flat is None and place.index[-1] is not None and bias.shape == place.shape[-1:]:
-        bias = bias[place.index[-1]]
-    if bias.shape != found.shape[-1:] or not bool(bias.any()):
+    if key.kind != events.ACTIVATION or found.dim() < 2 or piece.place is None:
         return 1
     more = (found.double() - expected.double()).flatten(0, -2).mean(0)
-    times = round(float(more @ bias) / float(bias @ bias))
-    is_explained = times != 0 and bound.holds(distance(expected.double() + times * bias, found))
-    return max(1 + times, 0) if is_explained else 1
+    for name in _vectors_of(comparison, key):
+        bias = comparison.whole(name).double()
+        if piece.place.flat is None and piece.place.index[-1] is not None and bias.shape == piece.place.shape[-1:]:
+            bias = bias[piece.place.index[-1]]
+        if bias.shape == found.shape[-1:] and bool(bias.any()):
+            times = round(float(more @ bias) / float(bias @ bias))
+            if times != 0 and bound.holds(distance(expected.double() + times * bias, found)):
+                return max(1 + times, 0)
+    return 1
+
+
+def _vectors_of(comparison: Comparison, key: Key) -> list[Key]:
+    """Return the parameters of one dim that a module had before a step: one of them may be its bias."""
+    return [
+        it
+        for it in comparison.of_reference
+        if (it.step, it.kind, owner_of(it.name)) == (key.step - 1, events.PARAMETER, key.name)
+        and len(comparison.of_reference[it][-1].shape) == 1
+    ]
 
 
 def other_state(

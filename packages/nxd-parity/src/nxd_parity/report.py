@@ -1,6 +1,7 @@
 """What a comparison finds: the first difference and those that follow from it, as data and as text."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ STALE = "stale values"
 RANDOM_NUMBERS = "random numbers"
 WRONG_POSITIONS = "wrong positions"
 WRONG_MASK = "wrong mask"
+NOT_CALLED = "module not called"
+CALLED_AGAIN = "module called again"
 DROPPED_TOKENS = "dropped tokens"
 DIFFERENT_DATA = "different data"
 WRONG_AVERAGING = "wrong averaging"
@@ -220,6 +223,18 @@ class Report:
 def printable(text: str) -> str:
     """Return a text with escapes in place of what is no printable character, as names from a recording may have."""
     return "".join(it if it.isprintable() else it.encode("unicode_escape").decode("ascii") for it in text)
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Return numbers in ascending order, with runs such as `0..3`."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    texts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}..{b}" for a, b in found]
+    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
 
 
 def _plain(value: Any) -> Any:

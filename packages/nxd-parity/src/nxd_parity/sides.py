@@ -88,6 +88,15 @@ class Sides:
         """Return the modules that got the output of a module as it is, by name."""
         return sorted(self._users.get((key.step, key.name), ()))
 
+    def input_of(self, step: int, module: str) -> Key | None:
+        """Return the reference's tensor that a module gets: its recorded input, or another module's output."""
+        given = Key(step, events.INPUT, module, 0)
+        if given in self.of_reference:
+            return given
+        sources = [it.inputs for it in self.of_reference.get(Key(step, events.ACTIVATION, module, 0), ())]
+        key = Key(step, events.ACTIVATION, sources[0][0], 0) if sources and sources[0] else None
+        return key if key in self.of_reference else None
+
     def _says_much(self, key: Key) -> bool:
         """Whether a tensor is more than a number that only shows how a loss is scaled."""
         return key.kind != events.ACTIVATION_GRADIENT or self.of_reference[key][0].shape.count(1) < len(

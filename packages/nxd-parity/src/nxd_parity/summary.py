@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nxd_parity import events
-from nxd_parity.report import AGREES, DIFFERS_LATER, STATUSES, Report, printable
+from nxd_parity.report import AGREES, DIFFERS_LATER, STATUSES, Report, printable, runs
 
 MOST_LEVELS = 64  # of modules inside modules; what is below is one name
 
@@ -132,18 +132,6 @@ def step_title(step: int) -> str:
 def shown(name: str) -> str:
     """Return the name of a module or parameter as it is shown."""
     return printable(name) or "the whole model"
-
-
-def runs(numbers: Sequence[int]) -> str:
-    """Return numbers in ascending order, with runs such as `0..3`."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    texts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}..{b}" for a, b in found]
-    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
 
 
 def _several(number: int, noun: str) -> str:

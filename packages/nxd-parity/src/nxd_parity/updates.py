@@ -62,6 +62,35 @@ def other_norm(comparison: Comparison, outcome: Outcome, expected: Tensor, found
     return None
 
 
+def other_clipping(comparison: Comparison, step: int, factor: float) -> str:
+    """Say which norm of gradients explains that a program's own clipping left all of them with a factor.
+
+    Gradients that were clipped have the same norm as each other, so the factor is that of the two norms before it.
+    Empty if no simple norm does.
+    """
+    squares = {
+        key.name: float(comparison.whole(key).double().square().sum())
+        for key in comparison.order
+        if key.step == step and key.kind == events.GRADIENT
+    }
+    total, wanted = sum(squares.values()), 1 / factor**2
+    if not total or not math.isfinite(wanted):
+        return ""
+    tolerance = 1e-3 * abs(wanted - 1)
+    if abs(sum(map(math.sqrt, squares.values())) ** 2 / total - wanted) <= tolerance:
+        return "clipped by the sum of the norms of all parameters"
+    groups = {*squares, *(name[:end] for name in squares for end, letter in enumerate(name) if letter == ".")}
+    for group in sorted(groups, key=len):
+        share = sum(it for name, it in squares.items() if name == group or name.startswith(f"{group}.")) / total
+        times = 1 + (wanted - 1) / share if share else 1.0
+        if abs(share - 1) > tolerance and abs(share * (round(times) - times)) <= tolerance:
+            if round(times) == 0:
+                return f"clipped by a norm without {group}"
+            if 1 < round(times) <= comparison.candidate.world_size:
+                return f"clipped by a norm in which {group} counts {round(times)} times"
+    return ""
+
+
 def _squares(comparison: Comparison, step: int) -> dict[int, dict[str, float]]:
     """Return the sums of squares of each rank's gradients in a step, by name."""
     found: dict[int, dict[str, float]] = defaultdict(dict)
