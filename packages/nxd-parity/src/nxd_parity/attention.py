@@ -1,5 +1,6 @@
 """What values say of positions: angles, rows of position embeddings, masks, and the token that is attended to."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -30,6 +31,35 @@ def other_positions(
     yield _other_embeddings(comparison, outcome.key, piece, expected.double(), found.double(), bound)
     yield _without_mask(expected, found, bound)
     yield _attends_elsewhere(comparison, outcome.key, expected.double(), found.double(), bound)
+
+
+def has_own_positions(comparison: Comparison, key: Key) -> bool:
+    """Whether a module looks up rows of its parameter by other numbers than the model's inputs: by positions."""
+    given = [other for other in comparison.of_reference if other[:3] == (key.step, events.INPUT, "")]
+    wanted = comparison.whole(key).double()
+    for other in comparison.of_reference:
+        is_own = other.kind == events.PARAMETER and other.step == key.step - 1 and owner_of(other.name) == key.name
+        if (
+            key.kind != events.ACTIVATION
+            or not is_own
+            or comparison.of_reference[other][-1].shape[1:] != wanted.shape[-1:]
+        ):
+            continue
+        rows, found = comparison.whole(other).double(), wanted.flatten(0, -2)
+        if len(found) * len(rows) > MOST_VALUES or float(torch.cdist(found, rows, p=math.inf).amin(1).max()) > 0:
+            continue
+        return not any(torch.equal(_looked_up(rows, comparison.whole(it)), wanted) for it in given)
+    return False
+
+
+def _looked_up(rows: Tensor, numbers: Tensor) -> Tensor:
+    if (
+        numbers.is_floating_point()
+        or not numbers.numel()
+        or not 0 <= int(numbers.min()) <= int(numbers.max()) < len(rows)
+    ):
+        return rows.new_zeros(0)
+    return rows[numbers.long()]
 
 
 def _rotated(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
@@ -82,6 +112,19 @@ def _without_mask(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | 
         agrees = [bound.holds(distance(expected.select(dim, it), found.select(dim, it))) for it in range(size)]
         if agrees[-1] and not any(agrees[:-1]):
             what = f"of dim {dim} only the last position agrees, which sees all others: later ones are not masked"
+            return Diagnosis(of_faults.WRONG_MASK, what)
+    return None
+
+
+def of_later_tokens(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
+    """Explain what a module makes of right outputs of others: tokens up to one agree and all later ones differ."""
+    for dim in range(1, found.dim() - 1):
+        agrees = [
+            bound.holds(distance(expected.select(dim, it), found.select(dim, it))) for it in range(found.shape[dim])
+        ]
+        first = agrees.index(False) if False in agrees else 0
+        if first >= 2 and not any(agrees[first:]):
+            what = f"of dim {dim} positions 0..{first - 1} agree, and none after them: these see other tokens, it seems"
             return Diagnosis(of_faults.WRONG_MASK, what)
     return None
 

@@ -11,6 +11,7 @@ from nxd_parity.events import TensorEvent
 from nxd_parity.outcome import Diagnosis, Outcome, Status
 from nxd_parity.report import plural
 from nxd_parity.sequence import Key
+from nxd_parity.sides import role_of
 
 OF_FORWARD = (events.INPUT, events.ACTIVATION, events.LOSS)
 
@@ -55,7 +56,7 @@ def other_calls(comparison: Comparison, outcome: Outcome, outcomes: Sequence[Out
         return Diagnosis(of_faults.NOT_CALLED, f"{found.name} is not called {where}", place=found.name)
     what = f"{found.name} is called {found.calls} times instead of {found.expected} {where}"
     if found.is_of_ranks:
-        what = f"{found.name} is called {where}, most modules on {found.expected}"
+        what = f"{found.name} is called {where}, most modules of its kind on {found.expected}"
     fault = of_faults.CALLED_AGAIN if found.calls > found.expected else of_faults.NOT_CALLED
     return Diagnosis(fault, what, place=found.name)
 
@@ -110,18 +111,21 @@ def _deviations(comparison: Comparison, step: int) -> Iterator[_Deviation]:
 
 
 def _repeated(comparison: Comparison, step: int) -> Iterator[_Deviation]:
-    """Yield the modules that more ranks call than most modules, as where two stages of a pipeline have one layer."""
+    """Yield the layers that more ranks call than most of their kind, as where two stages of a pipeline have one."""
     ranks: dict[str, set[int]] = defaultdict(set)
     for rank, tensors in enumerate(comparison.candidate.tensors):
         for event in tensors:
             if event.step == step and event.kind == events.ACTIVATION and event.name:
                 ranks[event.name].add(rank)
-    if not ranks:
-        return
-    usual = Counter(map(len, ranks.values())).most_common(1)[0][0]
-    for name, of_name in ranks.items():
-        if len(of_name) > usual:
-            yield from (_Deviation(name, rank, len(of_name), usual, is_of_ranks=True) for rank in sorted(of_name))
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in ranks:
+        alike[role_of(name)].append(name)
+    for names in alike.values():
+        usual = Counter(len(ranks[name]) for name in names).most_common(1)[0][0]
+        for name in names:
+            if len(ranks[name]) > usual:
+                of_name = sorted(ranks[name])
+                yield from (_Deviation(name, rank, len(of_name), usual, is_of_ranks=True) for rank in of_name)
 
 
 def _counts(tensors: Sequence[TensorEvent], step: int) -> Mapping[int, Counter[str]]:

@@ -12,6 +12,8 @@ from nxd_parity.calls import other_calls
 from nxd_parity.comparison import Comparison
 from nxd_parity.contributions import other_rows
 from nxd_parity.diagnosis import Diagnostician
+from nxd_parity.faults import is_large
+from nxd_parity.order import gathered_without_sum
 from nxd_parity.outcome import Diagnosis, Outcome, Status
 from nxd_parity.sequence import owner_of
 from nxd_parity.updates import other_clipping
@@ -74,6 +76,7 @@ class Consequences:
             if drift is not None:
                 return drift
         explain = {
+            events.ACTIVATION: self._of_forward,
             events.LOSS: self._of_loss,
             events.GRADIENT: self._of_gradient,
             events.OPTIMIZER_STATE: self._of_state,
@@ -176,11 +179,14 @@ class Consequences:
             cause = other_clipping(self._comparison, outcome.key.step, diagnosis.factor)
             what = f"{diagnosis.detail}, after a right backward: {cause or 'clipped by another norm, or scaled'}"
             return Diagnosis(of_faults.SCALED, what, diagnosis.factor)
-        if self._are_most_gradients_wrong(outcome):
+        if diagnosis.fault == of_faults.DIFFERENT_VALUES and self._are_most_gradients_wrong(outcome):
             for it in self._in_step(outcome, events.GRADIENT)[:MOST_DIAGNOSED]:
-                of_rows = self._of_rows(it, diagnosis)
-                if of_rows is not diagnosis:
-                    return of_rows
+                of_other = (
+                    self._diagnostician.diagnose(it) if not is_large(outcome) else diagnosis
+                )  # a number says little
+                of_other = self._of_rows(it, of_other)
+                if of_other.fault != diagnosis.fault:
+                    return of_other
         has_other_counts = self._are_most_gradients_wrong(outcome) and self._comparison.have_other_counts(
             outcome.key.step
         )
@@ -211,4 +217,24 @@ class Consequences:
         parts = [it for it in back if it.status is Status.SUM and it.key.name in users]
         if parts:
             return Diagnosis(of_faults.MISSING_SUM, f"ranks have parts of a sum behind {parts[0].key.name}")
+        around = [outcome.key.name, *users]
+        around += [name[:end] for name in around for end, letter in enumerate(name) if letter == "."]
+        calls = self._comparison.candidate.collectives[outcome.differing[0].rank]
+        gathered = gathered_without_sum(calls, outcome.key.step, around)
+        if gathered is not None:
+            return Diagnosis(of_faults.MISSING_SUM, f"no sum in backward belongs to {gathered}, it seems")
         return diagnosis
+
+    def _of_forward(self, outcome: Outcome, diagnosis: Diagnosis) -> Diagnosis:
+        """Explain an output by the parts of a sum that the module before it has, inside of the same one."""
+        if diagnosis.fault != of_faults.DIFFERENT_VALUES:
+            return diagnosis
+        at = self._outcomes.index(outcome)
+        before = next((it for it in reversed(self._outcomes[:at]) if it.key.kind == events.ACTIVATION), None)
+        if before is None or before.status is not Status.SUM or before.key.step != outcome.key.step:
+            return diagnosis
+        if outcome.key.name not in (owner_of(before.key.name), *self._comparison.users(before.key)):
+            return diagnosis
+        return Diagnosis(
+            of_faults.MISSING_SUM, f"the output of {before.key.name} is parts of a sum that was not added up"
+        )

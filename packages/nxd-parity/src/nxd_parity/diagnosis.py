@@ -9,11 +9,11 @@ from torch import Tensor
 from nxd_parity import events
 from nxd_parity import report as of_faults
 from nxd_parity.activations import scale_of
-from nxd_parity.attention import other_positions
+from nxd_parity.attention import has_own_positions, of_later_tokens, other_positions
 from nxd_parity.bounds import Bound, distance
 from nxd_parity.chance import input_of_another_rank, mask_of_a_term, other_initial_values
 from nxd_parity.comparison import Comparison
-from nxd_parity.explanations import extent, has_other_rows, masked, other_targets, rounded, scaled_by_row
+from nxd_parity.explanations import extent, has_other_rows, lost_targets, masked, other_targets, rounded, scaled_by_row
 from nxd_parity.orders import moved, moved_at_first, of_other_ranks, rows_of_alike
 from nxd_parity.outcome import Diagnosis, Outcome, Piece
 from nxd_parity.places import Place, options_by_shape, whole_place
@@ -44,7 +44,8 @@ class Diagnostician:
             what = f"ranks {ranks} have parts of a sum that were not added up"
             return Diagnosis(of_faults.MISSING_SUM, what, axis=f"groups of {len(outcome.summed_over)} ranks")
         if piece.place is None or outcome.reason:
-            return Diagnosis(of_faults.WRONG_SHARD, outcome.reason)
+            is_of_positions = has_own_positions(self._comparison, outcome.key)
+            return Diagnosis(of_faults.WRONG_POSITIONS if is_of_positions else of_faults.WRONG_SHARD, outcome.reason)
         return self._by_values(outcome, piece)
 
     def _by_values(self, outcome: Outcome, piece: Piece) -> Diagnosis:
@@ -96,8 +97,11 @@ class Diagnostician:
         yield Diagnosis(of_faults.RANDOM_NUMBERS, what) if what else None
         if outcome.key.kind == events.ACTIVATION_GRADIENT:
             yield other_targets(expected, found, bound)
+            yield lost_targets(expected, found, bound)
             yield scaled_by_row(expected, found, bound)
         yield rounded(expected, found)
+        if outcome.key.kind == events.INPUT:
+            yield of_later_tokens(expected, found, bound)
 
     def _masked(self, outcome: Outcome, expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
         diagnosis = masked(expected, found, bound)

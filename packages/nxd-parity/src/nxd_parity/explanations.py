@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nxd_parity import report as of_faults
+from nxd_parity.activations import scale_of
 from nxd_parity.bounds import Bound, distance
 from nxd_parity.outcome import Diagnosis
 from nxd_parity.report import runs
@@ -52,10 +53,25 @@ def other_targets(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | 
     apart = torch.where(apart.abs() > bound.largest, apart, torch.zeros_like(apart))
     rows = int((apart != 0).any(1).sum())
     is_pair = ((apart != 0).sum(1) == 2) & (4 * apart.sum(1).abs() <= apart.abs().amax(1))
-    if not rows or 2 * int(is_pair.sum()) <= rows:
+    of_rows = got.reshape(apart.shape), wanted.reshape(apart.shape)
+    is_without = ((of_rows[0] == 0).all(1) != (of_rows[1] == 0).all(1)) & bool(is_pair.any())
+    if not rows or 2 * int((is_pair | is_without).sum()) <= rows:
         return None
     what = f"{rows} of {len(apart)} rows differ, most of them in two elements, as with other labels"
     return Diagnosis(of_faults.DIFFERENT_DATA, what)
+
+
+def lost_targets(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
+    """Explain the gradient of logits, [..., classes]: rows without a label have none, and the others count more."""
+    if found.dim() < 2:
+        return None
+    wanted, got = (it.double().reshape(-1, it.shape[-1]) for it in (expected, found))
+    is_lost, is_kept = ((got == 0).all(1) & (wanted != 0).any(1)), (got != 0).any(1)
+    factor, _ = scale_of(wanted[is_kept], got[is_kept]) if bool(is_kept.any()) else (0.0, 0.0)
+    if not bool(is_lost.any()) or factor <= 0 or not bound.holds(distance(wanted[is_kept] * factor, got[is_kept])):
+        return None
+    what = f"{int(is_lost.sum())} of {len(got)} rows have no gradient, the others {factor:.4g} times the expected one"
+    return Diagnosis(of_faults.DROPPED_TOKENS, what)
 
 
 def scaled_by_row(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:

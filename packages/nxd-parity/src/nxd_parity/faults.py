@@ -108,9 +108,23 @@ class _FirstStep:
         """Whether a tensor of the step that differs, or is a part of a sum, is right, as what follows shows."""
         if outcome.key.kind in (events.ACTIVATION, events.INPUT):
             return self._is_right_forward(outcome)
-        if outcome.key.kind == events.ACTIVATION_GRADIENT and outcome.key.name not in self._with_wrong_gradients:
-            return _is_right_before(outcome, self._outcomes, self._right)
-        return False
+        if outcome.key.kind != events.ACTIVATION_GRADIENT:
+            return False
+        if outcome.status is Status.SUM and self._is_summed_later(outcome):
+            return True
+        is_before_right = outcome.key.name not in self._with_wrong_gradients
+        return is_before_right and _is_right_before(outcome, self._outcomes, self._right)
+
+    def _is_summed_later(self, outcome: Outcome) -> bool:
+        """Whether the gradient of a module's parameter is the sum of what ranks have parts of, as with all parameters.
+
+        So it is of position embeddings, which the rows of all ranks share.
+        """
+        gradients = [it for it in self._outcomes if it.key.kind == events.GRADIENT and it.pieces]
+        own = [it for it in gradients if owner_of(it.key.name) == outcome.key.name]
+        is_in_parts = any(it.status is Status.SUM and it.summed_over == outcome.summed_over for it in own)
+        are_all_wrong = not any(it.status is Status.AGREES for it in gradients)
+        return bool(own) and (are_all_wrong or not is_in_parts)
 
     def _is_right_forward(self, outcome: Outcome) -> bool:
         is_mean = self._has_loss and not is_large(outcome)  # of a rank's own rows, perhaps; the loss is that of all

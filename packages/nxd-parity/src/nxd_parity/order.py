@@ -12,6 +12,8 @@ from nxd_parity.writer import RAISED, REACHED
 Calls = Sequence[CollectiveEvent]
 SAME_SHAPES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "reduce")
 SUMS = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce")
+GATHERS = ("all_gather", "all_gather_into_tensor")
+BACK = (*SUMS, "all_to_all", "all_to_all_single")  # what ranks that send parts to each other may add up
 MOST_SUMS = 2  # that are described
 
 
@@ -145,6 +147,17 @@ def sums_of(calls: Calls, step: int, shape: Sequence[int], modules: Sequence[str
         and it.module in modules
     )
     return " and ".join(f"recorded {count} x {it}" for it, count in found.most_common(MOST_SUMS))
+
+
+def gathered_without_sum(calls: Calls, step: int, modules: Sequence[str]) -> CollectiveEvent | None:
+    """Return a gather in one of some modules whose backward adds nothing up; None if there is none."""
+    of_step = [it for it in calls if it.step == step and it.operation not in MESSAGES]
+    gathered = [it for it in of_step if it.phase == "forward" and it.operation in GATHERS and it.module in modules]
+    for it in gathered:
+        sums = [other for other in of_step if other.operation in BACK and other.phase == "backward"]
+        if not any(other.ranks == it.ranks for other in sums):
+            return it
+    return None
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 
+import torch
 from torch import Tensor
 
 from nxd_parity import events
@@ -12,6 +13,7 @@ from nxd_parity.bounds import Bound, distance
 from nxd_parity.comparison import Comparison
 from nxd_parity.outcome import Diagnosis, Outcome, Piece
 
+LEAST_ELEMENTS = 8  # of a parameter that two factors explain
 PRECISE = 1e-5  # of a norm's square, so that no two gradients' shares are taken for each other
 
 
@@ -35,7 +37,21 @@ def other_update(
     if 0 < abs(share) < 1 and bound.holds(distance(wanted + share * old, got)):
         what = f"{abs(share):.4g} of the parameter is {'lost' if share < 0 else 'added'}, as with other weight decay"
         return Diagnosis(of_faults.SCALED, what, 1 + share)
-    return None
+    return _other_rate_and_decay(old, wanted, got, bound)
+
+
+def _other_rate_and_decay(old: Tensor, wanted: Tensor, got: Tensor, bound: Bound) -> Diagnosis | None:
+    columns = torch.stack([wanted.flatten(), old.flatten()], 1)
+    if len(columns) <= LEAST_ELEMENTS or int(torch.linalg.matrix_rank(columns)) < columns.shape[1]:
+        return None
+    factor, share = torch.linalg.lstsq(columns, got.flatten()[:, None]).solution.flatten().tolist()
+    if not factor > 0 or abs(share) >= 1 or not bound.holds(distance(factor * wanted + share * old, got)):
+        return None
+    what = (
+        f"the update is {factor:.6g} times the expected one, and {abs(share):.4g} of the parameter is "
+        f"{'lost' if share < 0 else 'added'}: another learning rate and another weight decay"
+    )
+    return Diagnosis(of_faults.SCALED, what, factor)
 
 
 def other_norm(comparison: Comparison, outcome: Outcome, expected: Tensor, found: Tensor) -> Diagnosis | None:
