@@ -5,6 +5,7 @@ Below them, and where a program amplifies rounding, the spread of recordings of 
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ TIMES_SPREAD = 8.0
 TIMES_MEAN_SQUARE = 4.0  # of many elements, whose mean square says more than that of a few
 MANY_ELEMENTS = 64
 MOST_OF_DIFFERENCE = 4.0
+LEAST_NOISE, FEW_ELEMENTS = 0.5, 8  # a share of a tensor's size, and elements of which noise says little
+MOST = sys.float_info.max  # a bound of all finite differences
 ELEMENTS = 2**18  # that are compared at once: some MiB of float64, which fit into a core's cache
 
 
@@ -141,6 +144,8 @@ def bound_of(
         largest = fixed * max(scale, share * peers)
         return Bound(largest, largest)
     apart = [distance(expected, it) for it in spread]
+    if expected.dtype not in PRECISE and is_all_noise(expected, max(it.mean_square for it in apart)):
+        return Bound(MOST, MOST)
     last_place = torch.finfo(expected.dtype).eps * scale if expected.is_floating_point() else 0.0
     if not expected.dim():
         last_place /= 8  # norms and means of many elements are more precise than one of them
@@ -154,3 +159,10 @@ def bound_of(
         unit = 0.0 if expected.dim() else torch.finfo(expected.dtype).eps * scale
         return Bound(max(bound.largest, unit), max(bound.mean_square, unit))
     return Bound(max(bound.largest, fixed * scale), max(bound.mean_square, fixed * scale))
+
+
+def is_all_noise(expected: Tensor, noise: float) -> bool:
+    """Whether noise changes a tensor by as much as it is large, so that its values say nothing."""
+    if expected.numel() <= FEW_ELEMENTS or noise < LEAST_NOISE / FEW_ELEMENTS * _largest_number(expected):
+        return False
+    return noise > LEAST_NOISE * distance(torch.zeros_like(expected), expected).mean_square

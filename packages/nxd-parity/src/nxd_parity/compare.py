@@ -119,6 +119,12 @@ def _compared(
         for step, factors in comparison.clipped.items()
         if factors
     ][:1]
+    report.notes += [
+        f"gradients of step {step} were not compared: in this precision noise changes most of them by as much as they "
+        "are large"
+        for step, is_noisy in comparison.noisy.items()
+        if is_noisy
+    ]
     add_tensors(report, comparison, outcomes)
     _add_notes(report, comparison)
     return OfRank(report, comparison.order)

@@ -20,20 +20,21 @@ from nxd_parity.activations import (
     scale_of,
     without_repeated_bias,
 )
-from nxd_parity.bounds import PRECISE, TIMES_SPREAD, TOLERANCES, Bound, distance
+from nxd_parity.bounds import Bound, distance
 from nxd_parity.events import TensorEvent
+from nxd_parity.losses import Losses, last_place
 from nxd_parity.outcome import Outcome, Piece, Status
 from nxd_parity.parameters import ParameterPlaces
-from nxd_parity.places import Place, nearest, not_covered, part_of_flat, whole_place
+from nxd_parity.places import Place, nearest, not_covered, part_of_flat
 from nxd_parity.recording import Recording
 from nxd_parity.sequence import Key, owner_of
-from nxd_parity.sides import OF_CALLS, Sides
+from nxd_parity.sides import OF_CALLS
 
 MUCH_NEARER = 0.1  # a share of another distance
 LEAST_CLIPPED, CLIPPED_ALIKE, CLIPPED_APART = 3, 1e-3, 0.1  # gradients of one factor; how near it is, and other ranks'
 
 
-class Comparison(Sides):
+class Comparison(Losses):
     """Compares the tensors of two recordings."""
 
     def __init__(
@@ -63,7 +64,7 @@ class Comparison(Sides):
             elif key.kind in OF_CALLS:
                 yield self._activation(key, found)
             elif key.kind == events.LOSS and any(it.placement is None for _, it in found):
-                yield self._loss(key, found)
+                yield self.loss(key, found)
             elif key.kind == events.GRADIENT:
                 yield self._gradient(key)
             else:
@@ -227,26 +228,8 @@ class Comparison(Sides):
     def have_other_counts(self, step: int) -> bool:
         """Whether the gradients of activations have different factors: of means over different numbers of rows."""
         scales = [it for (of_step, _, _), it in self._scales.items() if of_step == step]
-        rounding = max(4 * _last_place(self._dtype), 1e-6)
+        rounding = max(4 * last_place(self.dtype), 1e-6)
         return bool(scales) and max(scales) - min(scales) > rounding * max(scales)
-
-    def rounding_of_loss(self, key: Key, expected: float) -> Bound:
-        """Return how far a step's loss may be from what it should be.
-
-        After the first step, Adam has moved parameters by rounding, and a sum and its division round the loss by
-        half a unit each, on both sides.
-        """
-        dtype = self.of_reference[key][-1].dtype
-        is_rounded = key.step > 1 and self.is_of_adam and bool(self.spread) and dtype not in PRECISE
-        largest = max(self._rounding_of_losses, 2 * _last_place(dtype) if is_rounded else 0.0) * abs(expected)
-        return Bound(largest, largest)
-
-    @cached_property
-    def _dtype(self) -> torch.dtype:
-        """The least precise dtype of the reference's activations, or of all its numbers if it recorded none."""
-        numbers = [it for it in self.reference.tensors[0] if it.dtype.is_floating_point]
-        activations = [it.dtype for it in numbers if it.kind == events.ACTIVATION]
-        return max(activations or [it.dtype for it in numbers] or [torch.float64], key=_last_place)
 
     def _of_right_gradients(self, step: int, rank: int, model_call: int) -> Iterator[tuple[Key, Piece, Tensor]]:
         """Yield a rank's gradients of outputs of modules whose parameters have right gradients."""
@@ -288,42 +271,6 @@ class Comparison(Sides):
         largest, size = self.bound(key, piece).largest, float(part.double().abs().max())
         fits = size > 0 and rest * abs(factor) * size <= max(largest * abs(factor), 1e-12 * size)
         return factor if fits and factor > 0 else None
-
-    def _loss(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
-        """A step's loss is the sum of its backwards, and the mean over the ranks that have one."""
-        wanted = torch.tensor(self._sum_of_losses(self.reference, self.of_reference[key]), dtype=torch.float64)
-        of_rank: dict[int, float] = defaultdict(float)
-        for rank, event in found:
-            of_rank[rank] += float(self.candidate.read(rank, event))
-        total = torch.tensor(sum(of_rank.values()), dtype=torch.float64)
-        # Programs divide a loss by the ranks, or by the backwards, or let them add up; gradients tell which is right.
-        counts = {ranks * calls for ranks in self._sizes(len(of_rank)) for calls in {1, len(found) // len(of_rank)}}
-        apart = min((distance(wanted, total / count) for count in sorted(counts)), key=lambda it: it.largest)
-        piece = Piece(found[0][0], found[0][1], whole_place(()))
-        if self.rounding_of_loss(key, float(wanted)).holds(apart):
-            return Outcome(key, Status.AGREES, (piece,))
-        return Outcome(key, Status.DIFFERS, (piece,), (piece,), apart)
-
-    @cached_property
-    def _rounding_of_losses(self) -> float:
-        """The relative difference of losses that is rounding: numbers have too little spread each, so all of them."""
-        of_loss = [key for key in self.order if key.kind == events.LOSS]
-        fixed = TOLERANCES.get(self._dtype, 0.1) if self.rtol is None else self.rtol
-        if not self.spread:
-            return fixed
-        spreads = [_last_place(self._dtype) / 8]
-        for key in of_loss:
-            wanted = self._sum_of_losses(self.reference, self.of_reference[key])
-            for recording, of_key in zip(self.spread, self.of_spread, strict=True):
-                if key in of_key and wanted:
-                    spreads.append(abs(self._sum_of_losses(recording, of_key[key]) - wanted) / abs(wanted))
-        return max(TIMES_SPREAD * max(spreads), fixed if self._dtype in PRECISE else 0.0)
-
-    def _sum_of_losses(self, recording: Recording, calls: Sequence[TensorEvent]) -> float:
-        return sum(float(recording.read(0, it)) for it in calls)
-
-    def _sizes(self, ranks: int) -> set[int]:
-        return {1, ranks, *(len(it) for it in self.groups if len(it) <= ranks)}
 
     def judged(self, key: Key, pieces: tuple[Piece, ...]) -> Outcome:
         """Compare the ranks' parts of a tensor."""
@@ -417,7 +364,7 @@ class Comparison(Sides):
             bound = self.bound(key, replace(piece, place=place))
             bound = Bound(bound.largest * len(parts), bound.mean_square * len(parts))
             if key.kind == events.GRADIENT_NORM:  # each part is rounded
-                bound = Bound(*[max(it, _last_place(piece.event.dtype) * float(expected)) for it in astuple(bound)])
+                bound = Bound(*[max(it, last_place(piece.event.dtype) * float(expected)) for it in astuple(bound)])
             bound = bound.of_explanation(distance(expected, self.read(piece)))
             sums = [total, total / len(parts), without_repeated_bias(total, expected)]
             if key.kind == events.GRADIENT_NORM:
@@ -432,10 +379,6 @@ class Comparison(Sides):
         if key.kind not in (events.ACTIVATION, events.INPUT):
             return [piece.place]
         return self._activations.options(piece.rank, piece.event, tuple(self.whole(key).shape)) or [piece.place]
-
-
-def _last_place(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
 
 
 def _are_alike(factor: float, other: float) -> bool:

@@ -21,7 +21,7 @@ from nxd_parity.report import plural
 from nxd_parity.sequence import Key, owner_of
 
 MOST_SHARES, MOST_NUMBERS = 32, 50_000_000
-NEAR = 0.01  # of a weight
+NEAR, LOST = 0.01, 1e-3  # shares of the largest weight
 Call = tuple[int, int]  # a rank, and its call of the model
 
 
@@ -48,7 +48,7 @@ def other_rows(comparison: Comparison, outcome: Outcome) -> Diagnosis | None:
     least = min((it.weight for it in shares), default=0.0)
     if least < -NEAR * largest or least >= (1 - NEAR) * largest:
         return None
-    lost = [it for it in shares if it.weight <= NEAR * largest]
+    lost = [it for it in shares if it.weight <= LOST * largest]
     return _of_lost(piece.rank, lost, [it for it in shares if it not in lost]) if lost else _by_weight(shares)
 
 

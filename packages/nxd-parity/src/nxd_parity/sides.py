@@ -20,6 +20,7 @@ from nxd_parity.bounds import (
     Distance,
     bound_of,
     distance,
+    is_all_noise,
 )
 from nxd_parity.collectives import MESSAGES
 from nxd_parity.events import TensorEvent
@@ -59,6 +60,7 @@ class Sides:
             for event in tensors:
                 for source in event.inputs:
                     self._users[event.step, source].add(event.name)
+        self.noisy: dict[int, bool] = {}  # by step in which gradients differ
         self._differences: dict[tuple[int, str, int, int, float], tuple[Place | None, Distance | None]] = {}
         self._of_differences: Key | None = None
         self._read_joined = lru_cache(maxsize=CACHED)(_read_joined)
@@ -187,7 +189,20 @@ class Sides:
             rest = more.sign() * (more.abs() - self._moved_by_rounding(key, piece)).clamp_min(0)
             if bound.holds(distance(wanted, wanted + rest)):
                 return None
-        return apart
+        is_of_gradients = key.kind in (events.GRADIENT, events.ACTIVATION_GRADIENT)
+        return None if is_of_gradients and math.isfinite(apart.largest) and self._is_noisy(key.step) else apart
+
+    def _is_noisy(self, step: int) -> bool:
+        """Whether noise changes most gradients of a step by as much as they are large, so that they say nothing."""
+        if step not in self.noisy:
+            gradients = [it for it in self.order if it.step == step and it.kind == events.GRADIENT]
+            noisy = 0
+            for key in gradients if self.spread else []:
+                whole = self.whole(key)
+                apart = [distance(whole, it).mean_square for it in self._with_noise(key)]
+                noisy += whole.dtype not in PRECISE and bool(apart) and is_all_noise(whole, max(apart))
+            self.noisy[step] = 2 * noisy > len(gradients)
+        return self.noisy[step]
 
     @cached_property
     def is_of_adam(self) -> bool:
