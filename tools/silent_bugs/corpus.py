@@ -19,6 +19,8 @@ KINDS = (
     "random numbers",
     "wrong positions",
     "wrong mask",
+    "module not called",
+    "module called again",
     "dropped tokens",
     "different data",
     "wrong averaging",

@@ -85,9 +85,9 @@ def test_names_of_stages_are_inferred(compared, tmp_path):
 
 
 FAULTS = {
-    "layer": (0, "parameter", "layers.1.weight", "wrong shard or order", "no rank has its initial values"),
+    "layer": (0, "parameter", "layers.1", "module not called", "no rank has its parameters"),
     "labels": (1, "loss", "", "different data", "as with other labels"),
-    "gradient": (1, "gradient", "layers.1.weight", "different values", "no rank has one"),
+    "gradient": (1, "gradient", "layers.1.weight", "missing term", "no rank has one"),
     "norm": (1, "gradient norm", "", "missing sum", "parts of a sum"),
 }
 

@@ -76,7 +76,7 @@ def test_ranks_that_hang_show_where(deadline):
         threading.Event().wait()
 
     with pytest.raises(RuntimeError, match=r"(?s)candidate-0: rank \d ended with exit code 1.*in hanging"):
-        testing.assert_same_training(small, hanging, timeout=deadline(10))
+        testing.assert_same_training(small, hanging, timeout=deadline(20))
 
 
 def test_fixture_keeps_recordings_that_differ(assert_same_training, tmp_path):
