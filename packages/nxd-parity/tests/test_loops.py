@@ -24,11 +24,12 @@ class Model(nn.Module):
         super().__init__()
         self.fault, self.rank = fault, rank
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.positions = nn.Embedding(LENGTH, HIDDEN)  # the same for the rows of all ranks
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, tokens):
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) + self.positions(torch.arange(LENGTH))
         for number, layer in enumerate(self.layers):
             if number == 1 and (self.fault == "skipped" or (self.fault == "skipped on rank 1" and self.rank == 1)):
                 continue
@@ -65,7 +66,7 @@ def average(model, fault, ranks):
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if ranks > 1 and not (fault == "last bucket" and name.startswith("head")):
+        if ranks > 1 and fault != "not averaged" and not (fault == "last bucket" and name.startswith("head")):
             dist.all_reduce(parameter.grad)
             parameter.grad /= ranks
 
@@ -89,6 +90,7 @@ FAULTS = {
     "zeroed in between": ("gradient", "", "dropped tokens", "the rows of call 1 of the model on ranks 0, 1 are not"),
     "no backward": ("loss", "", "dropped tokens", "the rows of call 2 of the model on ranks 0, 1 are not in it"),
     "last bucket": ("gradient", "head.bias", "missing sum", "on rank 0 only its own rows are in it"),
+    "not averaged": ("gradient", "", "missing sum", "on rank 0 only its own rows are in it"),
     "norm without embedding": ("gradient", "", "scaled", "clipped by a norm without embedding"),
     "norms added": ("gradient", "", "scaled", "clipped by the sum of the norms of all parameters"),
     "embedding not clipped": ("gradient", "embedding.weight", "scaled", "after a right backward"),

@@ -94,12 +94,14 @@ def _compared(
     outcomes = list(comparison.outcomes())
     clipped = recorded_after_clipping(outcomes, comparison)
     outcomes = [replace(it, status=Status.AGREES) if it.key in clipped else it for it in outcomes]
-    for outcome in outcomes:
+    wrong = faults_in(outcomes, comparison)
+    lost = {it.key for it in wrong if it.status is Status.SUM}  # sums that nobody makes later
+    shown = [replace(it, status=Status.DIFFERS) if it.key in lost else it for it in outcomes]
+    for outcome in shown:
         if outcome.status in (Status.AGREES, Status.SUM):
             report.agree[outcome.key.kind] = report.agree.get(outcome.key.kind, 0) + 1
         elif outcome.status is Status.UNKNOWN:
             report.not_compared[_title(outcome)] = outcome.reason
-    wrong = faults_in(outcomes, comparison)
     report.findings = _with_orders(_findings(comparison, outcomes, wrong), of_candidate)
     report.different = len(report.findings) + max(len(wrong) - MOST_FINDINGS, 0)
     harmless = [it for it in outcomes if it.status is Status.DIFFERS and it.key.kind in OF_CALLS and is_large(it)]
@@ -125,7 +127,7 @@ def _compared(
         for step, is_noisy in comparison.noisy.items()
         if is_noisy
     ]
-    add_tensors(report, comparison, outcomes)
+    add_tensors(report, comparison, shown)
     _add_notes(report, comparison)
     return OfRank(report, comparison.order)
 

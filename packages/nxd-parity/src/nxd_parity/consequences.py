@@ -180,17 +180,16 @@ class Consequences:
             what = f"{diagnosis.detail}, after a right backward: {cause or 'clipped by another norm, or scaled'}"
             return Diagnosis(of_faults.SCALED, what, diagnosis.factor)
         if diagnosis.fault == of_faults.DIFFERENT_VALUES and self._are_most_gradients_wrong(outcome):
-            for it in self._in_step(outcome, events.GRADIENT)[:MOST_DIAGNOSED]:
-                of_other = (
-                    self._diagnostician.diagnose(it) if not is_large(outcome) else diagnosis
-                )  # a number says little
-                of_other = self._of_rows(it, of_other)
-                if of_other.fault != diagnosis.fault:
-                    return of_other
-        has_other_counts = self._are_most_gradients_wrong(outcome) and self._comparison.have_other_counts(
-            outcome.key.step
-        )
-        if diagnosis.fault == of_faults.DIFFERENT_VALUES and has_other_counts:
+            return self._of_other_gradients(outcome, diagnosis)
+        return diagnosis
+
+    def _of_other_gradients(self, outcome: Outcome, diagnosis: Diagnosis) -> Diagnosis:
+        """Explain a gradient that says little, such as that of a single number, by others of its step."""
+        for it in self._in_step(outcome, events.GRADIENT)[:MOST_DIAGNOSED]:
+            of_other = self._of_rows(it, diagnosis if is_large(outcome) else self._diagnostician.diagnose(it))
+            if of_other.fault != diagnosis.fault:
+                return of_other
+        if self._comparison.have_other_counts(outcome.key.step):
             return Diagnosis(of_faults.WRONG_AVERAGING, OTHER_COUNTS)
         return diagnosis
 

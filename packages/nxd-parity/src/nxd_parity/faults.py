@@ -110,10 +110,25 @@ class _FirstStep:
             return self._is_right_forward(outcome)
         if outcome.key.kind != events.ACTIVATION_GRADIENT:
             return False
-        if outcome.status is Status.SUM and self._is_summed_later(outcome):
+        if self._is_shared(outcome) or (outcome.status is Status.SUM and self._is_summed_later(outcome)):
             return True
         is_before_right = outcome.key.name not in self._with_wrong_gradients
         return is_before_right and _is_right_before(outcome, self._outcomes, self._right)
+
+    def _is_shared(self, outcome: Outcome) -> bool:
+        """Whether ranks with other rows of the inputs have the same output of a module with parameters.
+
+        Such as position embeddings: each rank has its rows' part of the gradient, and the parameter's gradient tells
+        whether they are added up.
+        """
+        inputs = [it for it in self._outcomes if it.key.kind == events.INPUT and is_model(it.key.name)]
+        rows = {piece.rank: str(piece.place) for it in inputs[:1] for piece in it.pieces}
+        own = any(it.key.kind == events.GRADIENT and owner_of(it.key.name) == outcome.key.name for it in self._outcomes)
+        of_calls: dict[int, set[str]] = defaultdict(set)
+        for piece in outcome.pieces:
+            of_calls[piece.event.call].add(str(piece.place))
+        has_other_rows = len({rows[it.rank] for it in outcome.pieces if it.rank in rows}) > 1
+        return own and has_other_rows and all(len(places) == 1 for places in of_calls.values())
 
     def _is_summed_later(self, outcome: Outcome) -> bool:
         """Whether the gradient of a module's parameter is the sum of what ranks have parts of, as with all parameters.
