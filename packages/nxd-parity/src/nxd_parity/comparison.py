@@ -75,10 +75,14 @@ class Comparison(Losses):
             outcome = self._parameter(key, self.of_candidate[key])
             factors = {} if outcome.status is Status.AGREES else self._clipped_by(key.step)
             if factors:
-                scaled = [replace(it, scale=factors.get(it.rank, 1.0) * it.scale) for it in outcome.pieces]
-                outcome = self.judged(key, tuple(scaled))
+                outcome = self._scaled(outcome, factors)
             self._of_gradients[key] = outcome
         return self._of_gradients[key]
+
+    def _scaled(self, outcome: Outcome, factors: Mapping[int, float]) -> Outcome:
+        """Compare a tensor with what it should be times a factor of each rank."""
+        pieces = [replace(it, scale=factors.get(it.rank, 1.0) * it.scale) for it in outcome.pieces]
+        return self.judged(outcome.key, tuple(pieces))
 
     def _clipped_by(self, step: int) -> Mapping[int, float]:
         """Return the factor that several gradients of a step have on each rank, where others are wrong in another way.
@@ -95,13 +99,14 @@ class Comparison(Losses):
         if any(it.kind == events.GRADIENT_NORM for it in recorded):
             return {}
         of_ranks: dict[int, list[float]] = defaultdict(list)
-        others = 0
+        outcomes, others = [], 0
         for key in recorded:
             size = self.of_reference[key][-1]
             if key.kind == events.GRADIENT and size.largest > 0 and math.prod(size.shape) > 1:
                 outcome = self._parameter(key, self.of_candidate[key])
                 if outcome.status is Status.AGREES:
                     return {}
+                outcomes.append(outcome)
                 for piece in outcome.pieces:
                     factor = None if piece.place is None else self._factor(key, piece, self.read(piece))
                     if factor is None:
@@ -115,8 +120,8 @@ class Comparison(Losses):
         factors = {
             rank: it if math.isclose(it, usual, rel_tol=CLIPPED_APART) else usual for rank, it in factors.items()
         }
-        rest = [it for rank, found in of_ranks.items() for it in found if not _are_alike(it, factors[rank])]
-        return factors if others or rest else {}
+        are_all_alike = all(self._scaled(it, factors).status is Status.AGREES for it in outcomes)
+        return {} if are_all_alike else factors
 
     def _parameter(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
         whole = self.whole(key)
