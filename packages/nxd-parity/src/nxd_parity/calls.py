@@ -10,7 +10,7 @@ from nxd_parity.comparison import Comparison
 from nxd_parity.events import TensorEvent
 from nxd_parity.outcome import Diagnosis, Outcome, Status
 from nxd_parity.report import plural
-from nxd_parity.sequence import Key
+from nxd_parity.sequence import Key, modules_around
 from nxd_parity.sides import role_of
 
 OF_FORWARD = (events.INPUT, events.ACTIVATION, events.LOSS)
@@ -73,7 +73,7 @@ def _at(key: Key, deviations: Sequence[_Deviation], outcomes: Sequence[Outcome])
     for before in reversed(outcomes[:at]):
         if before.key.step != key.step:
             return None
-        deviating = next((it for name, it in of_name.items() if before.key.name == name), None)
+        deviating = of_name.get(before.key.name)
         if deviating is not None:
             return deviating
         if before.key.kind == events.ACTIVATION and before.status is Status.AGREES:
@@ -98,7 +98,7 @@ def _deviations(comparison: Comparison, step: int) -> Iterator[_Deviation]:
         steps = {it.step for it in tensors if it.kind == events.PARAMETER}
         of_step = step if max(steps, default=0) > 0 else 0  # a rank may get another stage in between
         parameters = {it.name for it in tensors if it.kind == events.PARAMETER and it.step == of_step}
-        owned = {name[:end] for name in parameters for end, letter in enumerate(name) if letter == "."}
+        owned = {module for name in parameters for module in modules_around(name)}
         for counts in _counts(tensors, step).values():
             known = {name: count for name, count in expected.items() if name in owned}
             shares = Counter(counts[name] / count for name, count in known.items() if counts[name])

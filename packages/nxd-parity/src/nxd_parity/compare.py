@@ -17,7 +17,7 @@ from nxd_parity.outcome import Diagnosis, Outcome, Status
 from nxd_parity.rank_by_rank import OfRank, merged, recordings_of_rank
 from nxd_parity.recording import Recording
 from nxd_parity.report import Finding, Report
-from nxd_parity.sequence import owner_of
+from nxd_parity.sequence import modules_around, owner_of
 from nxd_parity.sides import OF_CALLS, steps_of
 from nxd_parity.writer import RAISED, REACHED
 
@@ -161,11 +161,10 @@ def _findings(comparison: Comparison, outcomes: Sequence[Outcome], wrong: Sequen
 def _lost(comparison: Comparison) -> list[str]:
     """Return the outermost modules of which no rank has a parameter, and other parameters that no rank has."""
     kept = {key.name for key in comparison.of_candidate if key.kind == events.PARAMETER}
-    around = {name[:end] for name in kept for end, letter in enumerate(name) if letter == "."}
+    around = {module for name in kept for module in modules_around(name)}
     found = []
     for name in comparison.lost_parameters:
-        modules = (name[:end] for end, letter in enumerate(name) if letter == ".")
-        found.append(next((it for it in modules if it not in around), name))
+        found.append(next((it for it in modules_around(name) if it not in around), name))
     return list(dict.fromkeys(found))
 
 

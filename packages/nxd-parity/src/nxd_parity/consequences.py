@@ -15,7 +15,7 @@ from nxd_parity.diagnosis import Diagnostician
 from nxd_parity.faults import is_large
 from nxd_parity.order import gathered_without_sum
 from nxd_parity.outcome import Diagnosis, Outcome, Status
-from nxd_parity.sequence import owner_of
+from nxd_parity.sequence import modules_around, owner_of
 from nxd_parity.updates import other_clipping
 
 OTHER_COUNTS = "ranks count different numbers of rows"
@@ -217,7 +217,7 @@ class Consequences:
         if parts:
             return Diagnosis(of_faults.MISSING_SUM, f"ranks have parts of a sum behind {parts[0].key.name}")
         around = [outcome.key.name, *users]
-        around += [name[:end] for name in around for end, letter in enumerate(name) if letter == "."]
+        around += [module for name in around for module in modules_around(name)]
         calls = self._comparison.candidate.collectives[outcome.differing[0].rank]
         gathered = gathered_without_sum(calls, outcome.key.step, around)
         if gathered is not None:

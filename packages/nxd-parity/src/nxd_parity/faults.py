@@ -11,7 +11,7 @@ from nxd_parity.comparison import Comparison
 from nxd_parity.model_names import is_model, model_of
 from nxd_parity.order import added_up_after_backward
 from nxd_parity.outcome import Outcome, Status
-from nxd_parity.sequence import Key, owner_of
+from nxd_parity.sequence import Key, modules_around, owner_of
 
 EFFECTS = (events.PARAMETER, events.OPTIMIZER_STATE)  # what a step leaves behind
 LASTING = (*EFFECTS, events.GRADIENT, events.GRADIENT_NORM, events.LOSS)
@@ -225,7 +225,7 @@ def is_large(outcome: Outcome) -> bool:
 def _is_right_afterwards(key: Key, right: Set[tuple[str, str]], comparison: Comparison) -> bool:
     """Whether a module that has a tensor's module in it, or that got the tensor, has a right output."""
     name = key.name
-    around = {name[:end] for end, letter in enumerate(name) if letter == "."} | ({model_of(name)} - {name})
+    around = {*modules_around(name)} | ({model_of(name)} - {name})
     later = {*around, *comparison.users(key), *([name] if key.kind == events.INPUT else [])}
     return any((events.ACTIVATION, it) in right for it in later)
 
@@ -233,7 +233,7 @@ def _is_right_afterwards(key: Key, right: Set[tuple[str, str]], comparison: Comp
 def _is_right_before(outcome: Outcome, outcomes: Sequence[Outcome], right: Set[tuple[str, str]]) -> bool:
     """Whether backward is right for the modules whose outputs a module got."""
     name, step = outcome.key.name, outcome.key.step
-    around = {name, *(name[:end] for end, letter in enumerate(name) if letter == ".")}
+    around = {name, *modules_around(name)}
     sources = {
         source
         for it in outcomes

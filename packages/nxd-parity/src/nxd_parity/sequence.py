@@ -71,3 +71,8 @@ def _backward(of_modules: Sequence[TensorEvent], of_parameters: Sequence[TensorE
 def owner_of(parameter: str) -> str:
     """Return the name of the module that has a parameter."""
     return parameter.rpartition(".")[0]
+
+
+def modules_around(name: str) -> list[str]:
+    """Return the modules that a module or parameter is inside of, without the whole model, the outermost first."""
+    return [name[:end] for end, letter in enumerate(name) if letter == "."]

@@ -12,6 +12,7 @@ from torch import Tensor
 from nxd_parity import events
 from nxd_parity.activations import groups_of, in_order_of, joined
 from nxd_parity.bounds import (
+    FEW_ELEMENTS,
     PRECISE,
     SHARE_OF_PARAMETERS,
     SMALL_SHARE,
@@ -31,7 +32,6 @@ from nxd_parity.recording import Recording
 from nxd_parity.sequence import Key, by_key, execution_order
 
 CACHED = 8  # whole tensors of the reference
-FEW_ELEMENTS = 8  # of a tensor whose spread says little by itself
 OF_CALLS = (events.INPUT, events.ACTIVATION, events.ACTIVATION_GRADIENT)  # of which a step has one for each call
 
 

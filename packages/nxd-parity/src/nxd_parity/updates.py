@@ -12,6 +12,7 @@ from nxd_parity.activations import scale_of
 from nxd_parity.bounds import Bound, distance
 from nxd_parity.comparison import Comparison
 from nxd_parity.outcome import Diagnosis, Outcome, Piece
+from nxd_parity.sequence import modules_around
 
 LEAST_ELEMENTS = 8  # of a parameter that two factors explain
 PRECISE = 1e-5  # of a norm's square, so that no two gradients' shares are taken for each other
@@ -95,7 +96,7 @@ def other_clipping(comparison: Comparison, step: int, factor: float) -> str:
     tolerance = 1e-3 * abs(wanted - 1)
     if abs(sum(map(math.sqrt, squares.values())) ** 2 / total - wanted) <= tolerance:
         return "clipped by the sum of the norms of all parameters"
-    groups = {*squares, *(name[:end] for name in squares for end, letter in enumerate(name) if letter == ".")}
+    groups = {*squares, *(module for name in squares for module in modules_around(name))}
     for group in sorted(groups, key=len):
         share = sum(it for name, it in squares.items() if name == group or name.startswith(f"{group}.")) / total
         times = 1 + (wanted - 1) / share if share else 1.0
